@@ -1,0 +1,1 @@
+"""Gradient synchronisation for data-parallel PyTorch training."""

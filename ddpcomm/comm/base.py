@@ -1,0 +1,204 @@
+"""The `Communicator` and `Work` interfaces: what every transport offers, and the checks that all of them share.
+
+A transport implements the underscored methods. The public ones check their arguments once, here, so that a wrong call fails the same
+way on every transport, before anything has been sent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from types import TracebackType
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ddpcomm.errors import ClosedError, ConfigurationError, ConfigurationTypeError
+
+ReduceOp = Literal["sum", "avg", "max"]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A collective under way. It keeps the tensors that it works on alive."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Until the collective is done: a CPU rank blocks; on CUDA the current stream is made to wait, not the caller.
+
+        Args:
+            timeout: time limit of this wait; None means the communicator's own.
+
+        Raises:
+            CollectiveTimeoutError: the time limit passed.
+            PeerLostError: a rank died.
+            CommunicationError: anything else that the transport reports.
+        """
+
+    def is_completed(self) -> bool:
+        """Whether the collective is done. Never blocks."""
+
+
+class CompletedWork:
+    """Work that was done before it was returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        del timeout
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Communicator(ABC):
+    """A fixed set of ranks that exchange tensors. Every method that returns a `Work` is collective: all ranks call the same methods, with
+    tensors of the same size and dtype, in the same order.
+
+    Args:
+        rank: this rank's number, from 0.
+        world_size: how many ranks there are.
+        device: where the tensors live.
+        timeout: time limit of every wait; None means the transport's own default.
+    """
+
+    transport: str
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout = timeout
+        self._closed = False
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A one-dimensional, uninitialised tensor of `numel` elements in memory that this transport reduces in place, without a copy.
+
+        It stays valid after `close()` for as long as somebody holds it. Collective on some transports: every rank calls it with the
+        same arguments in the same order.
+        """
+        self._check_open("empty")
+        if numel < 0:
+            raise ConfigurationError(f"empty: numel must not be negative, got {numel}")
+        return self._empty(numel, dtype)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduces `tensor`, in place, over all ranks; every rank gets the same bits.
+
+        Args:
+            tensor: any contiguous tensor on `device`.
+            op: "sum", "avg" (floating-point only) or "max".
+
+        Raises:
+            ConfigurationError, ConfigurationTypeError: the arguments can't be served; nothing was sent.
+            ClosedError: the communicator is closed.
+        """
+        self._check("all_reduce", tensor)
+        self._check_op("all_reduce", tensor, op)
+        return self._all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
+        """Copies rank `source`'s `tensor` (contiguous) into every rank's."""
+        self._check("broadcast", tensor)
+        if not 0 <= source < self.world_size:
+            raise ConfigurationError(f"broadcast: source must be a rank from 0 to {self.world_size - 1}, got {source}")
+        return self._broadcast(tensor, source)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """Puts every rank's `tensor`, by rank, into `out`, which has world size times as many elements. Both are contiguous."""
+        self._check("all_gather", out, tensor)
+        self._check_sizes("all_gather", whole=out, part=tensor, names=("out", "tensor"))
+        return self._all_gather(out, tensor)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduces `tensor` over all ranks and leaves rank r with the r-th of world size equal parts, in `out`. Both are contiguous.
+
+        `tensor` may be overwritten.
+        """
+        self._check("reduce_scatter", out, tensor)
+        self._check_op("reduce_scatter", tensor, op)
+        self._check_sizes("reduce_scatter", whole=tensor, part=out, names=("tensor", "out"))
+        return self._reduce_scatter(out, tensor, op)
+
+    def barrier(self) -> Work:
+        """Done when every rank has called it."""
+        self._check_open("barrier")
+        return self._barrier()
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Work: ...
+
+    @abstractmethod
+    def _barrier(self) -> Work: ...
+
+    # ---- its end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives back what the communicator holds. Idempotent; not collective. Later calls of anything else raise `ClosedError`."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def _close(self) -> None:
+        """What a transport gives back. Called once."""
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<{type(self).__name__} rank {self.rank} of {self.world_size} on {self.device}, {state}>"
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{operation}: this {self.transport} communicator (rank {self.rank}) is closed; create another one")
+
+    def _check(self, operation: str, *tensors: Tensor) -> None:
+        self._check_open(operation)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise ConfigurationTypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
+            if tensor.device != self.device:
+                raise ConfigurationError(f"{operation}: the tensor is on {tensor.device}, this communicator on {self.device}")
+            if tensor.layout != torch.strided or not tensor.is_contiguous():
+                raise ConfigurationError(f"{operation}: the tensor must be dense and contiguous; call .contiguous() on it")
+            if tensor.dtype != tensors[0].dtype:
+                raise ConfigurationTypeError(f"{operation}: the tensors have different dtypes, {tensors[0].dtype} and {tensor.dtype}")
+
+    def _check_op(self, operation: str, tensor: Tensor, op: ReduceOp) -> None:
+        if op not in get_args(ReduceOp):
+            raise ConfigurationError(f'{operation}: op must be "sum", "avg" or "max", got {op!r}')
+        if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigurationTypeError(f'{operation}: op "avg" needs a floating-point tensor, got {tensor.dtype}')
+        if op == "max" and tensor.is_complex():
+            raise ConfigurationTypeError(f'{operation}: op "max" is not defined for {tensor.dtype}')
+
+    def _check_sizes(self, operation: str, *, whole: Tensor, part: Tensor, names: tuple[str, str]) -> None:
+        if whole.numel() != part.numel() * self.world_size:
+            raise ConfigurationError(
+                f"{operation}: {names[0]} must have {self.world_size} times as many elements as {names[1]}, "
+                f"got {whole.numel()} and {part.numel()}"
+            )

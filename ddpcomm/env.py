@@ -1,0 +1,53 @@
+"""The environment variables that ddpcomm obeys: this is the one place that reads them.
+
+An argument always wins over a variable. They are read when an object that needs them is made, never at import.
+
+| variable | meaning | default |
+|---|---|---|
+| DDPCOMM_TRANSPORT | transport of communicators made with transport="auto" | auto |
+| DDPCOMM_IMPLEMENTATION | implementation of ops.flatten, ops.unflatten: native, triton, cuda, torch | best for the device |
+| DDPCOMM_TIMEOUT_SECONDS | time limit of every collective | the process group's own |
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ddpcomm.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A reading of the variables above."""
+
+    transport: str
+    implementation: str | None
+    timeout: timedelta | None
+
+
+def read() -> Environment:
+    """Reads the variables.
+
+    Raises:
+        ConfigurationError: a variable holds what it must not.
+    """
+    return Environment(
+        transport=os.environ.get("DDPCOMM_TRANSPORT", "auto"),
+        implementation=os.environ.get("DDPCOMM_IMPLEMENTATION") or None,
+        timeout=_seconds("DDPCOMM_TIMEOUT_SECONDS"),
+    )
+
+
+def _seconds(name: str) -> timedelta | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} must be a number of seconds, got {text!r}") from None
+    if not seconds > 0:
+        raise ConfigurationError(f"{name} must be more than 0, got {text!r}")
+    return timedelta(seconds=seconds)
