@@ -106,7 +106,8 @@ def test_processes_and_not_groups_are_reused(pool: RankPool) -> None:
     pool.run(describe, "first")
     before = pool.process_ids
     assert [result[2] for result in pool.run(describe, "second")] == [3, 3]
-    assert pool.process_ids == before and len(before) == 2
+    assert pool.process_ids == before
+    assert len(before) == 2
 
 
 def test_tensors_travel_both_ways(pool: RankPool) -> None:
@@ -130,14 +131,16 @@ def test_group_lives_until_the_slowest_rank_is_done(pool: RankPool) -> None:
 def test_an_exception_on_one_rank(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="ValueError: rank 1 can't") as caught:
         pool.run(fail_on, 1)
-    assert set(caught.value.tracebacks) == {1} and caught.value.results == {0: "fine"}
+    assert set(caught.value.tracebacks) == {1}
+    assert caught.value.results == {0: "fine"}
     assert "in fail_on" in caught.value.tracebacks[1]
 
 
 def test_exceptions_on_all_ranks_are_all_reported(pool: RankPool) -> None:
     with pytest.raises(RankFailure) as caught:
         pool.run(fail_everywhere)
-    assert "no luck on rank 0" in str(caught.value) and "no luck on rank 1" in str(caught.value)
+    assert "no luck on rank 0" in str(caught.value)
+    assert "no luck on rank 1" in str(caught.value)
 
 
 @pytest.mark.parametrize("with_child", [False, True])
@@ -158,7 +161,8 @@ def test_sys_exit_is_reported(pool: RankPool) -> None:
 def test_a_hanging_rank_ends_at_the_limit_and_shows_where(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="in hang_on") as caught:
         pool.run(hang_on, 1, timeout=timedelta(seconds=1))
-    assert "no answer in time" in caught.value.tracebacks[1] and caught.value.results == {0: 0}
+    assert "no answer in time" in caught.value.tracebacks[1]
+    assert caught.value.results == {0: 0}
 
 
 def test_a_hanging_collective_ends_at_the_groups_limit(pool: RankPool) -> None:
@@ -197,7 +201,8 @@ def test_close_ends_all_and_is_idempotent() -> None:
     ids = pool.process_ids
     pool.close()
     pool.close()
-    assert len(ids) == 3 and not any(psutil.pid_exists(pid) for pid in ids)
+    assert len(ids) == 3
+    assert not any(psutil.pid_exists(pid) for pid in ids)
     with pytest.raises(RuntimeError, match="closed"):
         pool.run(describe, "late")
 
@@ -228,7 +233,8 @@ def test_no_rank_outlives_the_parent(ending: str, tmp_path: object) -> None:
             parent.kill()
         parent.wait(60)
     _, alive = psutil.wait_procs(ranks, timeout=20)
-    assert len(ranks) == 2 and not alive
+    assert len(ranks) == 2
+    assert not alive
 
 
 def test_leftovers_are_found() -> None:
@@ -238,7 +244,8 @@ def test_leftovers_are_found() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         try:
             found = "\n".join(leftovers.find(patience_seconds=0))
-            assert str(path) in found and f"process {process.pid}" in found
+            assert str(path) in found
+            assert f"process {process.pid}" in found
         finally:
             process.kill()
             path.unlink()
