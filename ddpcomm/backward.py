@@ -1,0 +1,181 @@
+"""Finds where an outermost backward begins and ends, without touching the forward's outputs.
+
+A hook on the nodes that made the outputs runs before anything else of the module's backward, in the outermost graph task, also where
+re-entrant checkpoints run graph tasks of their own inside it. The callback that it queues with the engine runs once, when that graph
+task is done. A backward that passes by every output known here is noticed by the first parameter that receives a gradient. That may
+happen inside a nested graph task; then its end is carried outward, task by task.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class BackwardWatch:
+    """Calls back at both ends of every backward.
+
+    Args:
+        begin: called with whether the forward behind the output asked for synchronisation, before the first gradient. It may be called
+            again, by other outputs, in the same backward.
+        end: called once, when the outermost backward has ended.
+        interrupted: called when it ended with an exception instead. What it raises is lost.
+        parameters: returns the parameters at the time, to tell a backward with `inputs=` from `torch.autograd.grad`.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[bool], None],
+        end: Callable[[], None],
+        interrupted: Callable[[], None],
+        parameters: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        self._begin = weakref.WeakMethod(begin)
+        self._end = weakref.WeakMethod(end)
+        self._interrupted = weakref.WeakMethod(interrupted)
+        self._parameters = weakref.WeakMethod(parameters)
+        self._callback: _EndCallback | None = None
+        self._alive: weakref.ref[_EndCallback] | None = None
+
+    # ---- where it begins --------------------------------------------------------------------------------------------
+
+    def watch(self, outputs: Iterable[Tensor], synchronize: bool) -> None:
+        """Hooks the outputs of a forward that ran with gradients."""
+        me = weakref.ref(self)
+        for output in outputs:
+            if not output.requires_grad:
+                continue
+            if output.grad_fn is None:
+                _watch_leaf(me, output, synchronize)
+            else:
+                _watch_node(me, output.grad_fn, synchronize)
+
+    def started_by_parameter(self) -> None:
+        """A parameter received a gradient while no backward was known: this is the first sign of one."""
+        self._queue()
+
+    def _started(self, node: Node, synchronize: bool) -> None:
+        begin, parameters = self._begin(), self._parameters()
+        if begin is None or parameters is None or not _accumulates(node, parameters):
+            return
+        if not self.running:
+            self._queue()
+        begin(synchronize)
+
+    @property
+    def running(self) -> bool:
+        """Whether the backward that was last noticed is still under way."""
+        return self._alive is not None and self._alive() is not None
+
+    # ---- where it ends ----------------------------------------------------------------------------------------------
+
+    def _queue(self) -> None:
+        callback = _EndCallback(self)
+        self._alive = weakref.ref(callback, _notice_loss(weakref.ref(self)))
+        _queue_callback(callback)
+
+    def _task_ended(self, callback: _EndCallback) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None and self._carry_outward(node, callback):
+            return
+        self._callback = None
+        self._alive = None
+        end = self._end()
+        if end is not None:
+            end()
+
+    def _carry_outward(self, node: Node, callback: _EndCallback) -> bool:
+        """`node` belongs to the graph task around the one that has just ended: waits for that one's end instead."""
+        self._callback = callback  # between the two graph tasks nobody else holds it
+        handles: list[Any] = []
+
+        def requeue(*_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            if self._callback is callback:
+                self._callback = None
+                _queue_callback(callback)
+
+        handles += [following.register_prehook(requeue) for following, _ in node.next_functions if following is not None]
+        return bool(handles)
+
+    def forget(self) -> None:
+        """Drops the backward that was last noticed, however it stands."""
+        self._alive = None
+        self._callback = None
+
+
+class _EndCallback:
+    """What the engine calls at the end of a graph task. A graph task that fails drops it uncalled, which is how that is noticed."""
+
+    def __init__(self, watch: BackwardWatch) -> None:
+        self._watch = watch
+
+    def __call__(self) -> None:
+        self._watch._task_ended(self)
+
+
+def _notice_loss(watch: weakref.ref[BackwardWatch]) -> Callable[[weakref.ref[_EndCallback]], None]:
+    def lost(alive: weakref.ref[_EndCallback]) -> None:
+        owner = watch()
+        if owner is None or owner._alive is not alive:
+            return
+        interrupted = owner._interrupted()
+        if interrupted is not None:
+            interrupted()
+
+    return lost
+
+
+def _watch_node(watch: weakref.ref[BackwardWatch], node: Node, synchronize: bool) -> None:
+    def started(_: Any) -> None:
+        owner = watch()
+        running = torch._C._current_autograd_node()
+        if owner is not None and running is not None:
+            owner._started(running, synchronize)
+
+    node.register_prehook(started)
+
+
+def _watch_leaf(watch: weakref.ref[BackwardWatch], leaf: Tensor, synchronize: bool) -> None:
+    """An output without a history, such as a constant that requires grad, or a parameter itself."""
+
+    def started(_: Tensor) -> None:
+        owner = watch()
+        if owner is not None:
+            handle.remove()
+            owner._started(torch._C._current_autograd_node(), synchronize)
+
+    handle = leaf.register_hook(started)
+
+
+def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether the running graph task is a backward, which accumulates into `.grad`, and not `torch.autograd.grad`.
+
+    A plain backward runs every node below it, so any one leaf tells. With `backward(inputs=...)` only the leaves that were asked for
+    run, and each parameter has to be asked.
+    """
+    leaf = node
+    while True:
+        following = next((below for below, _ in leaf.next_functions if below is not None), None)
+        if following is None:
+            break
+        leaf = following
+    if _will_run(leaf):
+        return True
+    return any(_will_run(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters() if p.requires_grad)
+
+
+def _will_run(leaf: Node) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch refuses the question for a leaf whose gradient autograd.grad captures
+        return False
