@@ -1,11 +1,11 @@
 """Checks who may import whom. Exits with the list of what is wrong.
 
-    layout <- buckets <- reducer <- ddp        an arrow points at the importer; nothing reaches back, not even through other modules
-    comm.base <- comm.*                        transports know nothing of buckets and reducers
-    ops -> kernels, native                     and neither the transports nor the reducer
-    torch.distributed                          only within ddpcomm/comm/
-    os.environ                                 only in ddpcomm/env.py
-    kernels/, csrc/                            nothing of ddpcomm; csrc/ nothing of torch
+layout <- buckets <- reducer <- ddp        an arrow points at the importer; nothing reaches back, not even through other modules
+comm.base <- comm.*                        transports know nothing of buckets and reducers
+ops -> kernels, native                     and neither the transports nor the reducer
+torch.distributed                          only within ddpcomm/comm/
+os.environ                                 only in ddpcomm/env.py
+kernels/, csrc/                            nothing of ddpcomm; csrc/ nothing of torch
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from tools.sources import ROOT, files
 
 CHAIN = ("ddpcomm.layout", "ddpcomm.buckets", "ddpcomm.reducer", "ddpcomm.ddp")
 MUST_NOT_REACH = {
-    "ddpcomm.layout": CHAIN[1:] + ("ddpcomm.comm", "ddpcomm.ops"),
+    "ddpcomm.layout": (*CHAIN[1:], "ddpcomm.comm", "ddpcomm.ops"),
     "ddpcomm.buckets": CHAIN[2:],
     "ddpcomm.reducer": CHAIN[3:],
-    "ddpcomm.ops": CHAIN + ("ddpcomm.comm",),
+    "ddpcomm.ops": (*CHAIN, "ddpcomm.comm"),
     "ddpcomm.comm": CHAIN,
     "ddpcomm.errors": ("ddpcomm", "torch"),
 }
 DISTRIBUTED = ("torch.distributed", "torch.nn.parallel", "torch._C._distributed_c10d", "torch._C._distributed_autograd")
+ELSEWHERE = ("ddpcomm._native", "ddpcomm.kernels")  # parts of the package whose source is not below ddpcomm/
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
 INCLUDE_OF_TORCH = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10|caffe2)/')
 
@@ -57,20 +58,24 @@ def read_module(path: Path, name: str) -> Module:
     module = Module(name, path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                module.imports.setdefault(alias.name, node.lineno)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            source = ".".join([*parents, *([node.module] if node.module else [])])
-            for alias in node.names:
-                module.imports.setdefault(f"{source}.{alias.name}", node.lineno)
-        elif isinstance(node, ast.Attribute) and (dotted := dotted_name(node)):
+        for used in imported(node, package):
+            module.imports.setdefault(used, node.lineno)
+        if isinstance(node, ast.Attribute) and (dotted := dotted_name(node)):
             module.attributes.setdefault(dotted, node.lineno)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            if (dotted_name(node.func) or "").rpartition(".")[2] in ("import_module", "__import__"):
-                module.imports.setdefault(str(node.args[0].value), node.lineno)
     return module
+
+
+def imported(node: ast.AST, package: str) -> list[str]:
+    """The full names of what a statement or a call of `import_module` brings in; `package` is where relative ones start."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        source = ".".join([*parents, *([node.module] if node.module else [])])
+        return [f"{source}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and (dotted_name(node.func) or "").rpartition(".")[2] in ("import_module", "__import__"):
+        return [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+    return []
 
 
 def dotted_name(node: ast.AST) -> str | None:
@@ -99,6 +104,8 @@ def graph(modules: dict[str, Module]) -> dict[str, set[str]]:
 
 
 def resolve(used: str, modules: dict[str, Module]) -> str:
+    if any(within(used, part) for part in ELSEWHERE):
+        return used
     name = used
     while name and name not in modules:
         name = name.rpartition(".")[0]
