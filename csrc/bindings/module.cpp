@@ -1,0 +1,15 @@
+// The extension module ddpcomm._native. Each file of this folder binds one header and is called here once.
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+void bind_isa(py::module_& module);
+void bind_tensor(py::module_& module);
+void bind_flatten(py::module_& module);
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "Native kernels and transports of ddpcomm, free of libtorch.";
+    bind_isa(module);
+    bind_tensor(module);
+    bind_flatten(module);
+}

@@ -1,0 +1,94 @@
+#include "tensor.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace ddpcomm {
+namespace {
+
+bool is_dense(std::int32_t ndim, const std::int64_t* shape, const std::int64_t* strides, std::int64_t numel) {
+    if (numel < 2) return true;
+    std::int64_t expected = 1;
+    bool contiguous = true;
+    for (std::int32_t i = ndim - 1; i >= 0 && contiguous; --i) {
+        if (shape[i] != 1) contiguous = strides[i] == expected;
+        expected *= shape[i];
+    }
+    if (contiguous) return true;
+    std::vector<std::array<std::int64_t, 2>> dimensions;  // stride, size
+    for (std::int32_t i = 0; i < ndim; ++i) {
+        if (shape[i] != 1) dimensions.push_back({strides[i], shape[i]});
+    }
+    std::sort(dimensions.begin(), dimensions.end());
+    expected = 1;
+    for (const auto& [stride, size] : dimensions) {
+        if (stride != expected) return false;
+        expected *= size;
+    }
+    return true;
+}
+
+const dlpack::ExchangeApi* find_api(py::handle tensor_type) {
+    if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
+    const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+    auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!api) throw py::error_already_set();
+    while (api && api->major_version != dlpack::kMajorVersion) api = api->previous;
+    return api;
+}
+
+}  // namespace
+
+TensorReader::TensorReader(py::type tensor_type, py::dict dtypes, bool use_dlpack)
+    : tensor_type_(std::move(tensor_type)), dtypes_(std::move(dtypes)) {
+    if (use_dlpack) api_ = find_api(tensor_type_);
+}
+
+TensorView TensorReader::read(PyObject* object) const {
+    if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()))) throw py::type_error(std::string("expected a tensor, got ") + Py_TYPE(object)->tp_name);
+    if (!api_) return read_attributes(object);
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
+    std::int64_t numel = 1;
+    for (std::int32_t i = 0; i < tensor.ndim; ++i) numel *= tensor.shape[i];
+    return {static_cast<char*>(tensor.data) + tensor.byte_offset, {tensor.dtype_code, tensor.dtype_bits}, numel,
+            tensor.device_type == dlpack::kCpu, is_dense(tensor.ndim, tensor.shape, tensor.strides, numel)};
+}
+
+TensorView TensorReader::read_attributes(PyObject* object) const {
+    const py::handle tensor(object);
+    const py::object dtype = tensor.attr("dtype");
+    if (!dtypes_.contains(dtype)) throw py::type_error("can't take a tensor of dtype " + std::string(py::str(dtype)));
+    const auto code = dtypes_[dtype].cast<std::pair<int, int>>();
+    const auto numel = tensor.attr("numel")().cast<std::int64_t>();
+    bool dense = tensor.attr("is_contiguous")().cast<bool>();
+    if (!dense) {
+        const auto shape = tensor.attr("shape").cast<std::vector<std::int64_t>>();
+        const auto strides = tensor.attr("stride")().cast<std::vector<std::int64_t>>();
+        dense = is_dense(static_cast<std::int32_t>(shape.size()), shape.data(), strides.data(), numel);
+    }
+    return {reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<std::uintptr_t>()),
+            {static_cast<std::uint8_t>(code.first), static_cast<std::uint8_t>(code.second)}, numel, tensor.attr("is_cpu").cast<bool>(), dense};
+}
+
+}  // namespace ddpcomm
+
+void bind_tensor(py::module_& module) {
+    using ddpcomm::TensorReader;
+    py::class_<TensorReader, std::shared_ptr<TensorReader>>(module, "TensorReader", "Reads where a torch tensor's elements lie.")
+        .def(py::init<py::type, py::dict, bool>(), py::arg("tensor_type"), py::arg("dtypes"), py::arg("use_dlpack") = true)
+        .def_property_readonly("uses_dlpack", &TensorReader::uses_dlpack)
+        .def(
+            "read",
+            [](const TensorReader& reader, py::handle tensor) {
+                const ddpcomm::TensorView view = reader.read(tensor.ptr());
+                return py::make_tuple(reinterpret_cast<std::uintptr_t>(view.data), view.dtype.code, view.dtype.bits, view.numel, view.on_cpu,
+                                      view.dense);
+            },
+            py::arg("tensor"), "(address, dtype code, dtype bits, elements, on the CPU, dense) of a tensor.");
+}

@@ -1,0 +1,1 @@
+"""Kernels, one operation a file. `reference` holds the same operations in plain torch."""
