@@ -45,7 +45,9 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
+# Shares the cores out among the ranks; torchrun would give each rank one core, with a warning.
 train: setup
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.train_gpt $(if $(COMPARE),--compare) $(ARGUMENTS)
 
 test: setup
