@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from ddpcomm.kernels import reference
 from torch import Tensor
 
 from ddpcomm import _native, env
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.kernels import reference
 
 _OPERATIONS = ("flatten", "unflatten")
 
@@ -96,7 +96,7 @@ def unflatten(
     written = [_readable("unflatten", i, tensor, offsets is not None, flat) for i, tensor in enumerate(tensors)]
     for i, (entry, tensor) in enumerate(zip(written, tensors, strict=True)):
         if entry is not None and tensor is not None and entry.data_ptr() != tensor.data_ptr() and _overlaps_itself(tensor):
-            raise ConfigurationError(f"unflatten: several elements of tensor {i} share one place in memory; pass a tensor of its own memory")
+            raise ConfigurationError(f"unflatten: several elements of tensor {i} share one place in memory; clone it first")
     plan = _plan_for("unflatten", written, flat, offsets, implementation)
     plan.unflatten(flat, written, scale)
     with torch.no_grad():

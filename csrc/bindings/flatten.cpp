@@ -81,7 +81,8 @@ class FlattenPlan {
         if (!sequence) throw py::error_already_set();
         const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence.ptr()));
         if (count != layout_.count()) {
-            throw std::invalid_argument("there are " + std::to_string(count) + " tensors, the layout has " + std::to_string(layout_.count()));
+            throw std::invalid_argument("there are " + std::to_string(count) + " tensors, the layout has " +
+                                        std::to_string(layout_.count()));
         }
         PyObject** const items = PySequence_Fast_ITEMS(sequence.ptr());
         std::vector<Piece> pieces(count);
@@ -98,19 +99,22 @@ class FlattenPlan {
         const auto fail = [i](const std::string& what) { return "tensor " + std::to_string(i) + " " + what; };
         if (!view.on_cpu) throw std::invalid_argument(fail("is not on the CPU"));
         if (view.numel != layout_.numels[i]) {
-            throw std::invalid_argument(fail("has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(layout_.numels[i])));
+            throw std::invalid_argument(
+                fail("has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(layout_.numels[i])));
         }
         if (!view.dense) throw std::invalid_argument(fail("is not dense in memory; make it contiguous first"));
         const Dtype from = into_buffer ? view.dtype : layout_.dtype;
         const Dtype to = into_buffer ? layout_.dtype : view.dtype;
         if (!Copier::supports(from, to, scale)) {
-            throw py::type_error(fail(from == to ? "has a dtype that can't be scaled" : "has a dtype that can't be cast to or from the buffer's"));
+            throw py::type_error(
+                fail(from == to ? "has a dtype that can't be scaled" : "has a dtype that can't be cast to or from the buffer's"));
         }
         const char* const begin = static_cast<const char*>(view.data);
         const char* const flat = static_cast<const char*>(buffer);
         const bool overlaps = begin < flat + total_bytes() && flat < begin + view.numel * static_cast<std::int64_t>(view.dtype.bytes());
         const bool in_place = from == to && begin == flat + layout_.offsets[i] * static_cast<std::int64_t>(from.bytes());
-        if (view.numel > 0 && overlaps && !in_place) throw std::invalid_argument(fail("overlaps the buffer, but not at its own place in it"));
+        if (view.numel > 0 && overlaps && !in_place)
+            throw std::invalid_argument(fail("overlaps the buffer, but not at its own place in it"));
     }
 
     std::shared_ptr<TensorReader> reader_;
@@ -123,7 +127,8 @@ class FlattenPlan {
 
 void bind_flatten(py::module_& module) {
     using ddpcomm::FlattenPlan;
-    py::class_<FlattenPlan>(module, "FlattenPlan", "Copies between tensors and their places in one flat buffer. See ddpcomm.ops.FlattenPlan.")
+    py::class_<FlattenPlan>(module, "FlattenPlan",
+                            "Copies between tensors and their places in one flat buffer. See ddpcomm.ops.FlattenPlan.")
         .def(py::init<std::shared_ptr<ddpcomm::TensorReader>, std::vector<std::int64_t>, std::vector<std::int64_t>, std::int64_t,
                       std::pair<int, int>, std::string>(),
              py::arg("reader"), py::arg("numels"), py::arg("offsets"), py::arg("total_numel"), py::arg("dtype"),

@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -50,14 +52,18 @@ TensorReader::TensorReader(py::type tensor_type, py::dict dtypes, bool use_dlpac
 }
 
 TensorView TensorReader::read(PyObject* object) const {
-    if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()))) throw py::type_error(std::string("expected a tensor, got ") + Py_TYPE(object)->tp_name);
+    if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr())))
+        throw py::type_error(std::string("expected a tensor, got ") + Py_TYPE(object)->tp_name);
     if (!api_) return read_attributes(object);
     dlpack::Tensor tensor;
     if (api_->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
     std::int64_t numel = 1;
     for (std::int32_t i = 0; i < tensor.ndim; ++i) numel *= tensor.shape[i];
-    return {static_cast<char*>(tensor.data) + tensor.byte_offset, {tensor.dtype_code, tensor.dtype_bits}, numel,
-            tensor.device_type == dlpack::kCpu, is_dense(tensor.ndim, tensor.shape, tensor.strides, numel)};
+    return {static_cast<char*>(tensor.data) + tensor.byte_offset,
+            {tensor.dtype_code, tensor.dtype_bits},
+            numel,
+            tensor.device_type == dlpack::kCpu,
+            is_dense(tensor.ndim, tensor.shape, tensor.strides, numel)};
 }
 
 TensorView TensorReader::read_attributes(PyObject* object) const {
@@ -73,7 +79,10 @@ TensorView TensorReader::read_attributes(PyObject* object) const {
         dense = is_dense(static_cast<std::int32_t>(shape.size()), shape.data(), strides.data(), numel);
     }
     return {reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<std::uintptr_t>()),
-            {static_cast<std::uint8_t>(code.first), static_cast<std::uint8_t>(code.second)}, numel, tensor.attr("is_cpu").cast<bool>(), dense};
+            {static_cast<std::uint8_t>(code.first), static_cast<std::uint8_t>(code.second)},
+            numel,
+            tensor.attr("is_cpu").cast<bool>(),
+            dense};
 }
 
 }  // namespace ddpcomm
@@ -87,8 +96,8 @@ void bind_tensor(py::module_& module) {
             "read",
             [](const TensorReader& reader, py::handle tensor) {
                 const ddpcomm::TensorView view = reader.read(tensor.ptr());
-                return py::make_tuple(reinterpret_cast<std::uintptr_t>(view.data), view.dtype.code, view.dtype.bits, view.numel, view.on_cpu,
-                                      view.dense);
+                return py::make_tuple(reinterpret_cast<std::uintptr_t>(view.data), view.dtype.code, view.dtype.bits, view.numel,
+                                      view.on_cpu, view.dense);
             },
             py::arg("tensor"), "(address, dtype code, dtype bits, elements, on the CPU, dense) of a tensor.");
 }

@@ -12,8 +12,8 @@ void Layout::check() const {
     }
     std::int64_t end = 0;
     for (std::size_t i = 0; i < count(); ++i) {
-        const std::string where = "tensor " + std::to_string(i) + " (" + std::to_string(numels[i]) + " elements at offset " +
-                                  std::to_string(offsets[i]) + ")";
+        const std::string where =
+            "tensor " + std::to_string(i) + " (" + std::to_string(numels[i]) + " elements at offset " + std::to_string(offsets[i]) + ")";
         if (numels[i] < 0 || offsets[i] < 0) throw std::invalid_argument(where + " has a negative size or offset");
         if (offsets[i] < end) {
             throw std::invalid_argument(where + " begins before element " + std::to_string(end) +
