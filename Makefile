@@ -37,7 +37,7 @@ setup: $(BUILT)
 $(INSTALLED): pyproject.toml setup.py constraints.txt tools/extras.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ddpcomm needs Python 3.10 or newer; make PYTHON=...")'
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt -e ".[$$($(BIN)/python tools/extras.py)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt -e ".[$$($(BIN)/python tools/extras.py)]"
 	touch $@
 
 # Only the extension is built again when its sources change.

@@ -56,7 +56,8 @@ def load_corpus(files: Iterable[Path] | None = None) -> Corpus:
 
 
 def _join(contents: Iterable[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(contents)), dtype=torch.uint8)
+    text = bytearray(b"\n".join(contents))
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 class Windows(Dataset[Tensor]):
