@@ -44,6 +44,7 @@ _DTYPES: dict[torch.dtype, tuple[int, int]] = {
     torch.float8_e5m2: (12, 8),
 }
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_COMPLEX = (torch.complex64, torch.complex128)
 
 _reader = _native.TensorReader(Tensor, _DTYPES)
 
@@ -197,7 +198,7 @@ class _TorchPlan:
             if tensor.numel() != numel:
                 raise ValueError(f"tensor {i} has {tensor.numel()} elements, the layout {numel}")
             same = tensor.dtype == buffer.dtype
-            if not (same and (scale == 1 or tensor.is_complex())) and not (tensor.dtype in _FLOATS and buffer.dtype in _FLOATS):
+            if not (same and (scale == 1 or tensor.dtype in _COMPLEX)) and not (tensor.dtype in _FLOATS and buffer.dtype in _FLOATS):
                 raise TypeError(f"tensor {i} has dtype {tensor.dtype}, which can't be scaled and cast to or from {buffer.dtype}")
             begin = tensor.data_ptr()
             overlaps = begin < end and start < begin + numel * tensor.element_size()
