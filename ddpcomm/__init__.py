@@ -1,1 +1,7 @@
 """Gradient synchronisation for data-parallel PyTorch training."""
+
+from ddpcomm import hooks, ops
+from ddpcomm.comm.factory import create_communicator
+from ddpcomm.ddp import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel", "create_communicator", "hooks", "ops"]

@@ -160,9 +160,12 @@ def _watch_leaf(watch: weakref.ref[BackwardWatch], leaf: Tensor, synchronize: bo
 def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool:
     """Whether the running graph task is a backward, which accumulates into `.grad`, and not `torch.autograd.grad`.
 
-    A plain backward runs every node below it, so any one leaf tells. With `backward(inputs=...)` only the leaves that were asked for
-    run, and each parameter has to be asked.
+    The first of `parameters`, likely the first to receive a gradient, mostly tells at once. If not: a plain backward runs every node below
+    it, so any one leaf tells. With `backward(inputs=...)` only the leaves that were asked for run, and each parameter has to be tried.
     """
+    candidates = parameters()
+    if candidates and candidates[0].requires_grad and _will_run(torch.autograd.graph.get_gradient_edge(candidates[0]).node):
+        return True
     leaf = node
     while True:
         following = next((below for below, _ in leaf.next_functions if below is not None), None)
@@ -171,7 +174,7 @@ def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool
         leaf = following
     if _will_run(leaf):
         return True
-    return any(_will_run(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters() if p.requires_grad)
+    return any(_will_run(torch.autograd.graph.get_gradient_edge(p).node) for p in candidates if p.requires_grad)
 
 
 def _will_run(leaf: Node) -> bool:

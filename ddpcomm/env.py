@@ -12,6 +12,7 @@ An argument always wins over a variable. They are read when an object that needs
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -51,3 +52,8 @@ def _seconds(name: str) -> timedelta | None:
     if not seconds > 0:
         raise ConfigurationError(f"{name} must be more than 0, got {text!r}")
     return timedelta(seconds=seconds)
+
+
+def torch_variables(names: Mapping[str, str]) -> dict[str, str]:
+    """Torch's own variables, for its logging data: {key: variable}. One that is not set reads "N/A", as there."""
+    return {key: os.environ.get(variable, "N/A") for key, variable in names.items()}

@@ -21,6 +21,14 @@ class ConfigurationTypeError(DDPCommError, TypeError):
     """An argument of the wrong type. Raised before anything is changed."""
 
 
+class TransportUnavailableError(ConfigurationError):
+    """A transport can't serve these ranks on these machines. Raised on every rank of the group; another transport may do."""
+
+
+class SharedMemoryFullError(DDPCommError, MemoryError):
+    """There is no memory left for a tensor that all ranks of the host can reach. Nothing was sent."""
+
+
 class ClosedError(DDPCommError):
     """A resource was used after its `close()`."""
 

@@ -61,6 +61,8 @@ class Communicator(ABC):
     """
 
     transport: str
+    averages_in_passing: bool = False
+    """Whether "avg" costs no pass over the tensor besides those of "sum"."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         self.rank = rank
@@ -144,6 +146,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def _barrier(self) -> Work: ...
+
+    def progress(self) -> None:  # noqa: B027 - most transports have nothing to do here
+        """Moves on the collectives under way, where that takes this rank's own thread. Not collective, never blocks, and is cheap. Never
+        needed for correctness: `Work.wait` does the same."""
 
     # ---- its end ----------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._start("broadcast", lambda: self.process_group.broadcast([_bytes(tensor)], self._limited(options)), tensor)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        options = dist.AllgatherOptions()
+        options = dist.distributed_c10d.AllgatherOptions()
         return self._start(
             "all_gather", lambda: self.process_group._allgather_base(_bytes(out), _bytes(tensor), self._limited(options)), tensor, out
         )
@@ -130,9 +130,14 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigurationError("Default process group has not been initialized, please call torch.distributed.init_process_group.")
         process_group = dist.group.WORLD
-    if process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not is_member(process_group):
         raise ConfigurationError("this process is not a rank of the process group that was given")
     return process_group
+
+
+def is_member(process_group: object) -> bool:
+    """Whether this is a group that this process is a rank of."""
+    return isinstance(process_group, dist.ProcessGroup)
 
 
 def translate(error: RuntimeError, describe: str) -> CommunicationError:

@@ -1,0 +1,194 @@
+"""The memory of one bucket: its buffer, taken from the communicator, and the way of gradients into it and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddpcomm.comm.base import Communicator
+from ddpcomm.layout import BucketLayout, Slot
+from ddpcomm.ops import FlattenPlan
+from ddpcomm.parameters import ManagedParameter
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A gradient that can't go into its slot: of another dtype or device than the slot, or sparse."""
+
+    parameter: int
+    sparse: bool
+    found: str
+
+
+class Bucket:
+    """One bucket of a reducer.
+
+    Args:
+        layout: where everything lies.
+        managed: all parameters, by the indices that the layout uses.
+        communicator: gives the memory.
+        device, dtype: of the buffer. A dtype other than the gradients' own is the format on the wire: gradients are cast on the way.
+        own_buffer: whether the buffer comes from the communicator, to be reduced in place, or is plain memory.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        managed: Sequence[ManagedParameter],
+        communicator: Communicator,
+        device: torch.device,
+        dtype: torch.dtype,
+        own_buffer: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.dtype = dtype
+        make = communicator.empty if own_buffer else _plain
+        self.buffer = make(layout.total_numel, dtype).zero_()
+        self.slots = layout.slots
+        self.members = [managed[slot.parameter] for slot in self.slots]
+        self.parameters = [m.parameter for m in self.members]
+        self._raw = [self.buffer.narrow(0, slot.offset, slot.numel) for slot in self.slots]
+        self.views = [_view(raw, m.parameter) for raw, m in zip(self._raw, self.members, strict=True)]
+        self.native_format = all(m.bucket_dtype == dtype for m in self.members)
+        self.status = self.buffer.narrow(0, layout.status_offset, layout.status_numel)
+        self.flags = self.buffer.narrow(0, layout.flags_offset, len(layout.flagged))
+        self._ones = torch.ones(len(layout.flagged), dtype=dtype, device=device)
+        self._plan = FlattenPlan(
+            [slot.numel for slot in self.slots] + [len(layout.flagged)],
+            [slot.offset for slot in self.slots] + [layout.flags_offset],
+            layout.total_numel,
+            dtype,
+            device,
+        )
+        self._expected = [(m.parameter, view, m.parameter.dtype) for m, view in zip(self.members, self.views, strict=True)]
+        self._gradients: list[Tensor | None] = []
+
+    # ---- in ---------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> tuple[list[Tensor | None], list[Misfit]]:
+        """Looks at every parameter's `.grad`.
+
+        Returns:
+            What is to be flattened, by slot (what lies in the bucket already among it); what doesn't fit, and is left out.
+        """
+        sources: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
+        misfits: list[Misfit] = []
+        for position, (parameter, view, dtype) in enumerate(self._expected):
+            gradient = parameter.grad
+            gradients.append(gradient)
+            if gradient is None:
+                sources.append(None)
+            elif gradient is view:
+                sources.append(self._raw[position])
+            elif gradient.layout is not torch.strided or gradient.dtype is not dtype or gradient.device != self.device:
+                found = f"{gradient.dtype} {gradient.layout} on {gradient.device}"
+                misfits.append(Misfit(self.slots[position].parameter, gradient.layout is not torch.strided, found))
+                sources.append(None)
+            else:
+                sources.append(_in_memory_order(gradient, view))
+        self._gradients = gradients
+        return sources, misfits
+
+    def pack(self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, scale: float) -> None:
+        """Flattens in one pass.
+
+        Args:
+            sources: from `gather`.
+            used: the used flag of each parameter in `layout.flagged`; None means all of them.
+            scale: every gradient, not the flags' meaning, is multiplied by it.
+        """
+        flags = self._ones if used is None else torch.tensor(used, dtype=self.dtype, device=self.device)
+        self._plan.flatten([*sources, flags], self.buffer, scale)
+
+    def set_status(self, words: Sequence[float]) -> None:
+        """Writes the status words, after `pack`."""
+        self.status.copy_(torch.tensor(words, dtype=self.dtype))
+
+    # ---- out --------------------------------------------------------------------------------------------------------
+
+    def keep_unused(self, used: Sequence[bool]) -> list[tuple[int, Tensor]]:
+        """Copies of what lies in the bucket for parameters that this rank didn't use: if no rank did, it goes back as it was."""
+        return [
+            (position, view.clone())
+            for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
+            if not used[position] and parameter.grad is view
+        ]
+
+    def used_by_some_rank(self) -> list[bool]:
+        """The reduced flags of the parameters in `layout.flagged`. On CUDA the host waits for them."""
+        return [flag != 0 for flag in self.flags.tolist()]
+
+    def unpack(self, used: Sequence[bool], as_view: bool) -> None:
+        """Gives every used parameter its average, as a view of the bucket or in its own tensor; a missing one is made.
+
+        Args:
+            used: by slot, whether some rank used the parameter.
+            as_view: `.grad` becomes the bucket's memory.
+        """
+        if as_view and self.native_format:
+            for parameter, view, gradient, flag in zip(self.parameters, self.views, self._gradients, used, strict=True):
+                if flag and gradient is not view:
+                    parameter.grad = view
+            return
+        targets: list[Tensor | None] = []
+        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            gradient = parameter.grad
+            if not used[position] or gradient is view:
+                targets.append(None)
+                continue
+            if gradient is None:
+                gradient = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = gradient
+            flat = _in_memory_order(gradient, view)
+            if flat.data_ptr() != gradient.data_ptr():
+                with torch.no_grad():
+                    gradient.copy_(view)
+                flat = None
+            targets.append(flat)
+        self._plan.unflatten(self.buffer, [*targets, None])
+
+    def replaced(self) -> list[int]:
+        """Parameters whose `.grad` was exchanged since `gather`, so that what was reduced is not what is there."""
+        return [
+            slot.parameter
+            for slot, parameter, gradient in zip(self.slots, self.parameters, self._gradients, strict=True)
+            if parameter.grad is not gradient
+        ]
+
+
+def slot_of(bucket: Bucket, parameter: int) -> Slot:
+    """The slot of a parameter that is in the bucket."""
+    return next(slot for slot in bucket.slots if slot.parameter == parameter)
+
+
+def _plain(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def _view(raw: Tensor, parameter: Tensor) -> Tensor:
+    """`raw` in the parameter's shape and, where that is dense, with its strides."""
+    data = torch.view_as_complex(raw.view(-1, 2)) if parameter.is_complex() else raw
+    strides = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
+    return data.as_strided(parameter.shape, strides, data.storage_offset())
+
+
+def _in_memory_order(gradient: Tensor, view: Tensor) -> Tensor:
+    """The gradient's elements in the order in which the slot holds them: itself where its strides agree, else a copy."""
+    if gradient.is_complex():
+        gradient = gradient.resolve_conj()
+    if gradient.is_neg():
+        gradient = gradient.resolve_neg()
+    if not (gradient.is_contiguous() and view.is_contiguous()) and not _same_order(gradient, view):
+        gradient = torch.empty_strided(view.shape, view.stride(), dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach())
+    return torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient
+
+
+def _same_order(gradient: Tensor, view: Tensor) -> bool:
+    """Whether both run through memory alike; the stride of a dimension of size 1 is never taken."""
+    pairs = zip(gradient.shape, gradient.stride(), view.stride(), strict=True)
+    return all(size == 1 or one == other for size, one, other in pairs)

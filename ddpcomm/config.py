@@ -1,0 +1,41 @@
+"""Options of the reducer, and the checks of torch's constructor arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpcomm.errors import ConfigurationError
+from ddpcomm.layout import Caps
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """What a reducer must be told. The ranks must agree on all of it.
+
+    Args:
+        caps: bucket sizes.
+        gradient_as_bucket_view: `.grad` becomes the bucket's memory.
+        find_unused_parameters: the user expects unused parameters: no warning about them.
+        static_graph: the user promises the same graph in every backward; a difference is then worth an error.
+        skip_unused_buckets: buckets in which this rank used nothing stay at home; the user promises the same on all ranks.
+    """
+
+    caps: Caps
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    skip_unused_buckets: bool = False
+
+
+def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
+    """torch's two arguments, checked.
+
+    Raises:
+        ConfigurationError: a size that is not above 0.
+    """
+    for name, values in (("bucket_cap_mb", [bucket_cap_mb]), ("bucket_cap_mb_list", bucket_cap_mb_list or [])):
+        for value in values:
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name} must be more than 0 MiB, got {value}")
+    return Caps.of_mb(bucket_cap_mb, bucket_cap_mb_list)

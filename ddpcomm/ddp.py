@@ -1,0 +1,407 @@
+"""DistributedDataParallel: a thin module over the reducer."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ddpcomm import arguments, env
+from ddpcomm.comm.base import Communicator
+from ddpcomm.comm.factory import create_communicator
+from ddpcomm.comm.join import Join, Joinable, JoinHook, Participation, ShadowHook, notify, tell
+from ddpcomm.comm.process_group import resolve
+from ddpcomm.comm.torch_ddp import BuiltinCommHookType, ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
+from ddpcomm.comm_hook import CommHook
+from ddpcomm.compat import TorchNames
+from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
+from ddpcomm.hooks import WireFormat, fp16
+from ddpcomm.module_state import broadcast_tensors, named_buffers
+from ddpcomm.outputs import find_tensors
+from ddpcomm.reducer import Reducer
+from ddpcomm.statistics import Statistics
+from ddpcomm.status import TAGS
+from ddpcomm.step_guard import StepGuard
+from ddpcomm.verify import model_signatures, require_same_model
+
+
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+    """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
+
+    Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
+    which it counts as an instance. Making one is collective, unless `init_sync=False`.
+
+    After a backward that synchronises, every trainable parameter's `.grad` is the average over the ranks, bit for bit the same on all of
+    them; or every rank raises the same typed error. A parameter that no rank used keeps its `.grad` as it was.
+
+    Args:
+        module: the model, on the device where it is to be trained.
+        device_ids, output_device: for a module on one GPU: that GPU, to which inputs are moved.
+        dim: kept for torch's signature.
+        broadcast_buffers: deprecated by torch for `forward_sync_buffers`.
+        init_sync: compare the ranks' models and options, and give all ranks rank 0's parameters and buffers.
+        process_group: which ranks; None means the default group.
+        bucket_cap_mb: size of a bucket in MiB; None means 25, with a first one of 1.
+        find_unused_parameters: unused parameters are expected. They are always dealt with; this only ends the one warning about them.
+        check_reduction: deprecated by torch; has no effect.
+        gradient_as_bucket_view: `.grad` becomes the bucket's memory: no copy back, and the gradients are held once.
+        static_graph: every backward is going to use the same parameters in the same way. Saves nothing here, and is checked.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: parameters to average last, at the end of backward.
+        mixed_precision: torch's `_MixedPrecision`: forward and backward in lower precision over full-precision parameters.
+        device_mesh: a one-dimensional mesh, instead of `process_group`.
+        skip_all_reduce_unused_params: buckets in which nothing was used stay at home; must be so on all ranks alike.
+        bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last entry goes on for ever.
+        batched_grad_copy: always on here.
+        forward_sync_buffers: before every training forward all ranks get rank 0's buffers; None means yes.
+        transport: of the communicator: "auto", "shared_memory", "hierarchical", "process_group", "nccl".
+        error_on_unsynchronized: an optimizer's step on gradients that are not averaged raises `UnsynchronizedGradientError`.
+
+    Raises:
+        ConfigurationError: arguments that can't be served, or a module without trainable parameters.
+        RankMismatchError: the ranks' models or options differ; on every rank.
+        CommunicationError: a rank is lost, or did not arrive in time.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, Tensor]] | None = None,
+        param_to_hook_all_reduce: Tensor | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        transport: str = "auto",
+        error_on_unsynchronized: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.process_group = resolve(arguments.process_group_of(process_group, device_mesh))
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        if check_reduction:
+            arguments.warn_check_reduction()
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = mixed_precision
+        self.forward_sync_buffers, sync_buffers_at_init = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.parameters_to_ignore = arguments.ignored_names(module)
+        self._delayed = arguments.delayed_names(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._options = arguments.reducer_options(
+            bucket_cap_mb,
+            bucket_cap_mb_list,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        self._bucket_cap_mb_list = bucket_cap_mb_list
+        self._transport = transport
+        self._tag = 0
+        self._divide_by_initial_world_size = True
+        self._hook_name = ""
+        self._buffer_hook: tuple[Any, Callable[..., Any], Any] | None = None
+        self.module = module
+        failure: DDPCommError | None = None
+        try:
+            parameters = arguments.check_module(module, self.parameters_to_ignore)
+            self._placement = arguments.placement(parameters, device_ids, output_device)
+        except ConfigurationError as error:
+            if not init_sync or self.process_group.size() == 1:
+                raise
+            failure = error
+            self._placement = arguments.anywhere()
+        self._communicator = create_communicator(self.process_group, self._placement.device, transport)
+        if init_sync:
+            signatures = model_signatures(module, self.parameters_to_ignore, self._describe_options())
+            require_same_model(self._communicator, signatures, failure)
+            self._broadcast_state(with_buffers=sync_buffers_at_init)
+        self._start()
+        self._guard = StepGuard(self._unsynchronized_by_id) if error_on_unsynchronized else None
+
+    def _start(self) -> None:
+        """What can't be copied or pickled. Local."""
+        self._statistics = Statistics()
+        me = weakref.ref(self)
+
+        def wants_synchronization() -> bool:
+            owner = me()
+            return owner is not None and owner.require_backward_grad_sync
+
+        self._reducer = Reducer(
+            self.module,
+            self._communicator,
+            self._options,
+            ignored=self.parameters_to_ignore,
+            delayed=self._delayed,
+            tag=self._tag,
+            wants_synchronization=wants_synchronization,
+            statistics=self._statistics,
+        )
+        self._optimizer_steps: list[Callable[[], None]] | None = None
+        self._finalizer = weakref.finalize(self, self._reducer.close)
+
+    def close(self) -> None:
+        """Takes the hooks off the module, which trains by itself from then on, and gives the communicator back. Idempotent."""
+        self._finalizer()
+        if self._guard is not None:
+            self._guard.close()
+        self._communicator.close()
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. Collective while training with gradients, if buffers are synchronised."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            with active_module(self):
+                output = self.module(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    @torch._disable_dynamo
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        recomputing = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not recomputing:
+            self._statistics.forward_starts(self.require_backward_grad_sync)
+            self._reducer.prepare_forward()
+            self._adopt_optimizer_hooks()
+        if not recomputing:
+            source = self._join_iteration()
+            if self._syncs_buffers() and not self._syncs_buffers_after_forward():
+                self._sync_buffers(source)
+        if self._placement.input_device is not None:
+            inputs, kwargs = tree_map(self._move, (inputs, kwargs))
+        return inputs, kwargs
+
+    @torch._disable_dynamo
+    def _post_forward(self, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        if torch._C._current_graph_task_id() == -1:
+            if self._syncs_buffers() and self._syncs_buffers_after_forward():
+                self._sync_buffers(0)
+            if self.module.training:
+                self.require_forward_param_sync = self.require_backward_grad_sync
+        self._reducer.watch.watch(find_tensors(output), self.require_backward_grad_sync)
+        return output
+
+    def _move(self, value: Any) -> Any:
+        return value.to(self._placement.input_device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    def _adopt_optimizer_hooks(self) -> None:
+        if self._optimizer_steps is None:
+            self._optimizer_steps = take_over_optimizer_hooks(self._reducer.parameters.parameters)
+            self._reducer.after_average += self._optimizer_steps
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Gradients of forwards run inside accumulate on this rank alone, until the next backward that synchronises.
+
+        Args:
+            enabled: False makes it do nothing, for `with ddp.no_sync(not last_micro_batch):`.
+        """
+        former = self.require_backward_grad_sync
+        self.require_backward_grad_sync = former and not enabled
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = former
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def _describe_options(self) -> dict[str, object]:
+        options = self._options
+        return {
+            "bucket_cap_mb": options.caps.bytes,
+            "gradient_as_bucket_view": options.gradient_as_bucket_view,
+            "skip_all_reduce_unused_params": options.skip_unused_buckets,
+            "static_graph": options.static_graph,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "delay_all_reduce_named_params": self._delayed,
+        }
+
+    def _broadcast_state(self, source: int = 0, *, with_buffers: bool = True) -> None:
+        parameters = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        buffers = list(named_buffers(self.module, self.parameters_to_ignore).values()) if with_buffers else []
+        self._broadcast(parameters + buffers, source)
+
+    def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        broadcast_tensors(self._communicator, tensors, source, "parameters and buffers")
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward synchronises buffers."""
+        return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
+
+    def _syncs_buffers(self) -> bool:
+        return torch.is_grad_enabled() and self.module.training and self.will_sync_module_buffers()
+
+    def _sync_buffers(self, source: int) -> None:
+        buffers = named_buffers(self.module, self.parameters_to_ignore)
+        if self._run_buffer_hook(buffers):
+            return
+        try:
+            broadcast_tensors(self._communicator, list(buffers.values()), source, f"buffers {', '.join(buffers)}")
+        except RankMismatchError as error:
+            self._reducer.fail_at_end(error)
+
+    # ---- uneven inputs ----------------------------------------------------------------------------------------------
+
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False) -> Join:
+        """Context manager for ranks with different numbers of batches: one that has run out takes part with zeros.
+
+        Args:
+            divide_by_initial_world_size: divide by the world size, else by the number of ranks that still have input.
+            enable: False makes it do nothing.
+            throw_on_early_termination: raise on every rank when the first has run out.
+        """
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Torch's `Joinable` interface. Takes `divide_by_initial_world_size`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's `Join` exchanges its notes."""
+        return self._placement.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Whose ranks join."""
+        return self.process_group
+
+    def _join_iteration(self) -> int:
+        """Within `join()`, says that this rank goes on. Returns the rank whose buffers count."""
+        self._reducer.divisor = float(self._communicator.world_size)
+        if not self._join_config.enable:
+            return 0
+        notify(self)
+        synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
+        participation = tell(self._communicator, active=True, synchronizes=synchronizes)
+        if not self._divide_by_initial_world_size:
+            self._reducer.divisor = float(participation.active_ranks)
+        return participation.authoritative_rank
+
+    def shadow_iteration(self) -> None:
+        """Takes part, with zeros, in a forward and backward of ranks that still have input. Collective."""
+        self._reducer.prepare_forward()
+        participation: Participation = tell(self._communicator, active=False, synchronizes=False)
+        if self.will_sync_module_buffers():
+            self._sync_buffers(participation.authoritative_rank)
+        self.require_forward_param_sync = participation.synchronizes
+        if participation.synchronizes:
+            self._reducer.shadow()
+
+    def take_final_state(self, is_last_joiner: bool) -> None:
+        """Gives every rank the model of one that ran out last. Collective."""
+        self._authoritative_rank = tell(self._communicator, active=is_last_joiner, synchronizes=False).authoritative_rank
+        self._broadcast_state(self._authoritative_rank, with_buffers=self.forward_sync_buffers)
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def _set_hook(self, state: object, hook: Callable[..., Any] | WireFormat) -> None:
+        if self._hook_name:
+            raise ConfigurationError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if isinstance(hook, WireFormat):
+            self._hook_name = hook.name
+            self._reducer.wire_dtype = hook.dtype
+        else:
+            self._reducer.hook = CommHook(state, hook)
+            self._hook_name = self._reducer.hook.name
+        self._reducer.arrange()
+
+    def _set_builtin_hook(self, kind: BuiltinCommHookType) -> None:
+        if kind == BuiltinCommHookType.FP16_COMPRESS:
+            self._set_hook(None, fp16)
+        elif self._hook_name:
+            raise ConfigurationError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._hook_name = str(kind)
+
+    def _replace_communicator(self) -> None:
+        self._communicator = create_communicator(self.process_group, self._placement.device, self._transport)
+        self._reducer.use(self._communicator)
+
+    # ---- what happened ----------------------------------------------------------------------------------------------
+
+    def unused_parameters(self) -> dict[str, str]:
+        """Parameters that this rank did not use in the last backward that synchronised, and whether others did. Local."""
+        return dict(self._reducer.last_unused)
+
+    def unsynchronized_parameters(self) -> dict[str, str]:
+        """Parameters whose `.grad` is not the average over the ranks, and why. Local."""
+        found = self._reducer.unsynchronized()
+        named = self.module.named_parameters()
+        ignored = {name: "ignored by request" for name, p in named if name in self.parameters_to_ignore and p.grad is not None}
+        return {**found, **ignored}
+
+    def _unsynchronized_by_id(self) -> dict[int, tuple[str, str]]:
+        found = self._reducer.unsynchronized()
+        return {id(p): (name, found[name]) for name, p in self.module.named_parameters() if name in found}
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not default_group():
+            raise ConfigurationError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when you have called "
+                "init_process_group and have not passed process_group argument to DDP constructor"
+            )
+        return self._copied_state()
+
+    def _copied_state(self) -> dict[str, Any]:
+        own = {"process_group", "_communicator", "_reducer", "_statistics", "_finalizer", "_optimizer_steps", "_guard", "device_mesh"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = resolve(None)
+        # Loading is local, maybe on one rank alone: only this transport needs nobody else to be made.
+        self._take_up(create_communicator(self.process_group, self._placement.device, "process_group"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        twin = type(self).__new__(type(self))
+        nn.Module.__init__(twin)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self._copied_state(), memo))
+        twin.process_group = self.process_group
+        if hasattr(self, "device_mesh"):
+            twin.device_mesh = self.device_mesh
+        twin._tag = (self._tag + 1) % TAGS
+        twin._take_up(self._communicator)
+        return twin
+
+    def _take_up(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._guard = None
+        self._start()
+
+
+TorchDDP.register(DistributedDataParallel)

@@ -1,0 +1,79 @@
+"""Post-accumulate hooks of the user's own, such as an optimizer that steps inside backward: they run when the average is there.
+
+torch calls such a hook as soon as this rank's own gradient has accumulated. A hook that consumed that one would train every rank on its
+own gradients. So each stands behind a door in torch's own table of hooks (`handle.remove()` goes on working), which holds the call back
+until the gradient has been averaged, and lets it through at once where nothing is going to be averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Hook = Callable[[Tensor], Any]
+
+
+class _Door:
+    def __init__(self, hook: Hook, admit: Callable[[Hook, Tensor], None]) -> None:
+        self.hook = hook
+        self._admit = admit
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._admit(self.hook, parameter)
+
+
+class ForeignHooks:
+    """The doors of one reducer.
+
+    Args:
+        holds_back: called at each hook's call; whether it has to wait for the average.
+    """
+
+    def __init__(self, holds_back: Callable[[], bool]) -> None:
+        self._holds_back = holds_back
+        self._tables: list[dict[int, Hook]] = []
+        self._seen = -1
+        self._waiting: list[tuple[Hook, Tensor]] = []
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """The parameters to look after from now on. Each must have a hook already, else torch has no table for it."""
+        self._tables = [p._post_accumulate_grad_hooks for p in parameters if p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+        self._seen = -1
+        self.look()
+
+    def look(self) -> None:
+        """Puts doors before hooks that came since the last look. Costs 30 ns a parameter when none did."""
+        count = sum(map(len, self._tables))
+        if count == self._seen:
+            return
+        self._seen = count
+        for table in self._tables:
+            for key, hook in table.items():
+                if not isinstance(hook, _Door) and not hasattr(hook, "counts_for_reducer"):
+                    table[key] = _Door(hook, self._admit)
+
+    def _admit(self, hook: Hook, parameter: Tensor) -> None:
+        if self._holds_back():
+            self._waiting.append((hook, parameter))
+        else:
+            hook(parameter)
+
+    def run_waiting(self) -> None:
+        """Calls, in order, what was held back."""
+        waiting, self._waiting = self._waiting, []
+        for hook, parameter in waiting:
+            hook(parameter)
+
+    def drop_waiting(self) -> None:
+        """Forgets what was held back: there is no average to call it with."""
+        self._waiting = []
+
+    def close(self) -> None:
+        """Takes the doors away."""
+        for table in self._tables:
+            for key, hook in table.items():
+                if isinstance(hook, _Door) and hook._admit.__self__ is self:  # type: ignore[attr-defined]
+                    table[key] = hook.hook
+        self._tables = []

@@ -1,0 +1,29 @@
+"""ddpcomm's own communication hooks.
+
+`ddp.register_comm_hook(None, ddpcomm.hooks.bf16)` and `fp16` reduce gradients in a 16-bit format: the cast is part of flatten and
+unflatten, so that nothing but the bytes on the wire changes. Torch's own hooks work as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["WireFormat", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """Gradients travel, and are summed, in `dtype`, each divided by the world size before it is cast. CPU and CUDA."""
+
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+        return f"ddpcomm.hooks.WireFormat({self.dtype})"
+
+
+bf16 = WireFormat(torch.bfloat16)
+fp16 = WireFormat(torch.float16)

@@ -1,0 +1,181 @@
+"""One reduction of all buckets: out in order, back in order, and into `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ddpcomm.arrangement import Arrangement
+from ddpcomm.buckets import Bucket, Misfit
+from ddpcomm.comm.base import Communicator, Work
+from ddpcomm.comm_hook import CommHook
+from ddpcomm.errors import CommHookError, CommunicationError
+from ddpcomm.sparse import average
+from ddpcomm.status import Notice, Status, decode, encode
+
+
+class Reduction:
+    """Takes an arrangement's buckets through one all-reduce each.
+
+    Args:
+        arrangement: the buckets.
+        communicator: reduces them.
+        divisor: what the sum over the ranks is divided by; the world size, unless some ranks have run out of input.
+        hook: takes the all-reduce's place, if given; the arrangement must keep its flags apart.
+        as_view: gradients become views of the buckets.
+        tag: tells models apart; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        communicator: Communicator,
+        *,
+        divisor: float,
+        hook: CommHook | None,
+        as_view: bool,
+        tag: int,
+    ) -> None:
+        self.arrangement = arrangement
+        self.next = 0
+        self.misfits: list[Misfit] = []
+        self.failure: CommHookError | None = None
+        self.launched = 0
+        self._communicator = communicator
+        self._divisor = divisor
+        self._hook = hook
+        self._as_view = as_view
+        self._tag = tag
+        # Who divides? A transport that averages in passing, where gradients may lie in the bucket already and a pass of our own would read
+        # and write them once more; else flatten, as the bytes go by. Every rank must decide alike, whatever its gradients are.
+        self._averages = as_view and hook is None and communicator.averages_in_passing
+        self._works: list[Work | None] = []
+        self._futures: dict[int, Any] = {}
+        self._kept: dict[int, list[tuple[int, Tensor]]] = {}
+        self._used_sparse: dict[int, bool] = {}
+        self._status: Status | None = None
+
+    # ---- out --------------------------------------------------------------------------------------------------------
+
+    def launch(self, used: Sequence[bool] | None = None, notices: Callable[[], set[Notice]] = set[Notice], *, void: bool = False) -> None:
+        """Sends the next bucket.
+
+        Args:
+            used: by parameter, whether this rank used it; None means that it used all of the bucket's.
+            notices: called for what this rank has to say, by the last bucket, once its gradients have been looked at.
+            void: send zeros, whatever the gradients are.
+        """
+        index, bucket = self.next, self.arrangement.buckets[self.next]
+        self.next += 1
+        if used is not None and self._as_view and not void:
+            self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
+        sources, misfits = ([None] * len(bucket.slots), []) if void else bucket.gather()
+        self.misfits += misfits
+        flags = None if used is None and not misfits else self._flags(bucket, used, misfits)
+        if self._hook is not None and bucket.slots:
+            self._launch_hook(index, bucket, sources, flags)
+            return
+        bucket.pack(sources, flags, 1.0 if self._averages else 1.0 / self._divisor)
+        if bucket.layout.has_status:
+            bucket.set_status(encode(notices(), self._communicator.rank, self._tag))
+        try:
+            self._works.append(self._communicator.all_reduce(bucket.buffer, "avg" if self._averages else "sum"))
+        except CommunicationError as error:
+            raise self._explain(error, index) from error
+        self.launched += 1
+
+    def _flags(self, bucket: Bucket, used: Sequence[bool] | None, misfits: Sequence[Misfit]) -> list[bool]:
+        unfit = {misfit.parameter for misfit in misfits}
+        return [(used is None or used[parameter]) and parameter not in unfit for parameter in bucket.layout.flagged]
+
+    def _launch_hook(self, index: int, bucket: Bucket, sources: Sequence[Tensor | None], flags: Sequence[bool] | None) -> None:
+        hook = self._hook
+        bucket.pack(sources, flags, 1.0)
+        self._works.append(None)
+        self.launched += 1
+        if hook is None or self.failure is not None:
+            return
+        try:
+            self._futures[index] = hook.start(bucket, is_last=index == self.arrangement.last - 1)
+        except CommHookError as error:
+            self.failure = error
+
+    def skip(self) -> None:
+        """Leaves out the next bucket, which must not be the last. All ranks must do so."""
+        self.next += 1
+        self._works.append(None)
+
+    def finish_hooks(self) -> None:
+        """Waits for the hooks' futures, so that the last bucket can say how they went."""
+        for index, future in self._futures.items():
+            if self._hook is None or self.failure is not None:
+                break
+            try:
+                self._hook.finish(self.arrangement.buckets[index], future)
+            except CommHookError as error:
+                self.failure = error
+            except RuntimeError as error:
+                self.failure = CommHookError(f"the communication hook {self._hook.name} failed for bucket {index}: {error}")
+        self._futures.clear()
+
+    def average_sparse(self, parameters: Sequence[Tensor], used: Sequence[bool]) -> None:
+        """Averages the sparse gradients. Collective, blocking."""
+        for index in self.arrangement.sparse:
+            self._used_sparse[index] = average(self._communicator, parameters[index], used[index], self._divisor)
+
+    # ---- back -------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> Status:
+        """Waits for every bucket, and reads what the ranks had to say. On CUDA the host waits for the last bucket.
+
+        Raises:
+            CommunicationError: a bucket's all-reduce failed; the message names it and its parameters.
+        """
+        for index, work in enumerate(self._works):
+            if work is None:
+                continue
+            try:
+                work.wait()
+            except CommunicationError as error:
+                raise self._explain(error, index) from error
+            if self._averages and self._divisor != self._communicator.world_size:
+                bucket = self.arrangement.buckets[index]
+                bucket.buffer.narrow(0, 0, bucket.layout.data_numel).mul_(self._communicator.world_size / self._divisor)
+        last = self.arrangement.buckets[-1]
+        return decode(last.status.tolist(), self._communicator.world_size, averaged=self._averages)
+
+    def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
+        """By parameter, whether some rank used it, given whether this one did."""
+        result = list(used)
+        for bucket, work in zip(self.arrangement.buckets, self._works, strict=True):
+            flagged = bucket.layout.flagged
+            if work is not None and not all(used[parameter] for parameter in flagged):
+                for parameter, flag in zip(flagged, bucket.used_by_some_rank(), strict=True):
+                    result[parameter] = flag
+        for parameter, flag in self._used_sparse.items():
+            result[parameter] = flag
+        return result
+
+    def write_back(self, used_somewhere: Sequence[bool]) -> None:
+        """Gives every parameter that some rank used its average, and leaves the others as they were.
+
+        Raises:
+            LostGradientError: a gradient was taken away or exchanged while its bucket was under way.
+        """
+        for index, bucket in enumerate(self.arrangement.buckets):
+            if not bucket.slots:
+                continue
+            used = [used_somewhere[slot.parameter] for slot in bucket.slots]
+            for position, value in self._kept.get(index, ()):
+                if not used[position]:
+                    bucket.views[position].copy_(value)
+            bucket.unpack(used, self._as_view)
+
+    def _explain(self, error: CommunicationError, index: int) -> CommunicationError:
+        """The same error, with the bucket and its parameters in front."""
+        arrangement = self.arrangement
+        place = f"bucket {index} of {len(arrangement.buckets)} ({arrangement.names(index) or 'status alone'})"
+        error.args = (f"{place} could not be averaged on rank {self._communicator.rank}: {error}",)
+        return error
