@@ -6,10 +6,12 @@ namespace py = pybind11;
 void bind_isa(py::module_& module);
 void bind_tensor(py::module_& module);
 void bind_flatten(py::module_& module);
+void bind_shared_memory(py::module_& module);
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "Native kernels and transports of ddpcomm, free of libtorch.";
     bind_isa(module);
     bind_tensor(module);
     bind_flatten(module);
+    bind_shared_memory(module);
 }

@@ -19,7 +19,7 @@ inline constexpr std::size_t kChannels = 2;
 enum class CollectiveKind : std::uint8_t { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kBarrier };
 
 // A call of one rank. The ranks compare these before any of them touches data.
-struct Descriptor {
+struct alignas(kCacheLine) Descriptor {
     std::atomic<std::uint64_t> number;  // of the call, from 1; stored last, so that whoever finds it finds the rest
     std::uint64_t numel;                // elements of one rank's part
     std::uint64_t tag;
@@ -49,12 +49,12 @@ struct Failure {
 };
 
 struct ControlBlock {
-    alignas(kCacheLine) std::atomic<Mark> published;  // pieces of staged data that the others may read
-    alignas(kCacheLine) std::atomic<Mark> consumed;   // pieces that this rank has read from everybody, and reduced into everybody's
+    alignas(kCacheLine) std::atomic<Mark> published;      // pieces of staged data that the others may read
+    alignas(kCacheLine) std::atomic<Mark> consumed;       // pieces that this rank has read from everybody, and reduced into everybody's
     alignas(kCacheLine) std::atomic<std::uint32_t> bell;  // a futex: changes when somebody has news for this rank, if it sleeps
     std::atomic<std::uint32_t> sleepers;                  // threads of this rank that sleep
     alignas(kCacheLine) std::atomic<RankState> state;
-    Failure failure;  // valid once state is kFailed
+    Failure failure;                                                   // valid once state is kFailed
     alignas(kCacheLine) std::array<Descriptor, kCallsInFlight> calls;  // by number % kCallsInFlight
 };
 

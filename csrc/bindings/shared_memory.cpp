@@ -1,0 +1,157 @@
+// The shared-memory transport: ddpcomm._native.SharedMemory*. Absent where the system is not Linux.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#if defined(__linux__)
+
+#include <cmath>
+#include <stdexcept>
+
+#include "ddpcomm/shared_memory_channel.h"
+
+namespace py = pybind11;
+
+namespace ddpcomm {
+namespace {
+
+constexpr auto kLookForSignals = std::chrono::milliseconds(100);
+
+Clock::time_point after(double seconds) {
+    constexpr double a_year = 365.0 * 86400.0;  // the clock can't count to infinity
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::fmin(seconds, a_year)));
+}
+
+// Runs `wait(deadline, until)` again and again without the interpreter's lock, so that Ctrl-C is served meanwhile.
+template <class Wait>
+bool wait_serving_signals(double seconds, Wait wait) {
+    const Clock::time_point deadline = after(seconds);
+    while (true) {
+        Channel::Outcome outcome;
+        {
+            const py::gil_scoped_release release;
+            outcome = wait(deadline, Clock::now() + kLookForSignals);
+        }
+        if (outcome != Channel::Outcome::kInterrupted) return outcome == Channel::Outcome::kDone;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+Isa isa_named(const std::string& name) {
+    if (name.empty()) return available_isas().front();
+    for (const Isa isa : available_isas()) {
+        if (name == isa_name(isa)) return isa;
+    }
+    throw std::invalid_argument("this machine has no instruction set called " + name);
+}
+
+std::unique_ptr<Channel> make_channel(std::shared_ptr<Arena> arena, int rank, const std::vector<std::shared_ptr<Segment>>& segments,
+                                      const std::vector<std::vector<int>>& watched, std::size_t channel, std::size_t piece_bytes,
+                                      std::size_t small_bytes, std::size_t stream_bytes, double spin_seconds, const std::string& isa) {
+    if (channel >= kChannels) throw std::invalid_argument("no such channel");
+    std::vector<Peer> peers;
+    for (std::size_t i = 0; i < segments.size(); ++i) peers.push_back({segments[i], watched[i]});
+    peers.at(static_cast<std::size_t>(rank)).segment = std::shared_ptr<Segment>(arena, &arena->segment());
+    const ChannelSettings settings{{piece_bytes, small_bytes, stream_bytes, isa_named(isa)},
+                                   std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(spin_seconds))};
+    return std::make_unique<Channel>(arena, Peers(rank, std::move(peers), channel), settings);
+}
+
+std::uint64_t start(Channel& channel, int kind, int op, int dtype_code, int dtype_bits, int source, std::uint64_t numel, std::uint64_t tag,
+                    std::uintptr_t input, std::uintptr_t output) {
+    const Dtype dtype{static_cast<std::uint8_t>(dtype_code), static_cast<std::uint8_t>(dtype_bits)};
+    const CallArguments arguments{static_cast<CollectiveKind>(kind),    static_cast<ReduceOp>(op),      dtype, source, numel, tag,
+                                  reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output)};
+    const bool reduces = arguments.kind == CollectiveKind::kAllReduce || arguments.kind == CollectiveKind::kReduceScatter;
+    if (reduces && reduce_function(dtype, arguments.op, Isa::kBaseline) == nullptr) {
+        throw std::invalid_argument("this element type can't be reduced");
+    }
+    const py::gil_scoped_release release;
+    return channel.start(arguments);
+}
+
+void reduce(const std::string& isa, int op, int dtype_code, int dtype_bits, const std::vector<std::uintptr_t>& sources,
+            const std::vector<std::uintptr_t>& targets, std::size_t count, double scale, bool stream) {
+    const Dtype dtype{static_cast<std::uint8_t>(dtype_code), static_cast<std::uint8_t>(dtype_bits)};
+    const ReduceFunction function = reduce_function(dtype, static_cast<ReduceOp>(op), isa_named(isa));
+    if (function == nullptr || sources.empty()) throw std::invalid_argument("this can't be reduced");
+    std::vector<const void*> from;
+    std::vector<void*> to;
+    for (const std::uintptr_t address : sources) from.push_back(reinterpret_cast<const void*>(address));
+    for (const std::uintptr_t address : targets) to.push_back(reinterpret_cast<void*>(address));
+    const py::gil_scoped_release release;
+    function({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), count, scale, stream});
+}
+
+}  // namespace
+}  // namespace ddpcomm
+
+void bind_shared_memory(py::module_& module) {
+    using namespace ddpcomm;
+
+    py::class_<Segment, std::shared_ptr<Segment>>(module, "SharedMemorySegment", "Another rank's memory.")
+        .def(py::init<int, std::size_t>(), py::arg("file"), py::arg("capacity_bytes"));
+
+    py::class_<Arena, std::shared_ptr<Arena>>(module, "SharedMemoryArena", "This rank's own memory.")
+        .def(py::init([](std::size_t capacity) { return std::make_shared<Arena>(capacity, Peers::reserved_bytes()); }),
+             py::arg("capacity_bytes"))
+        .def_property_readonly("file", &Arena::file)
+        .def_property_readonly("capacity_bytes", [](Arena& arena) { return arena.segment().capacity(); })
+        .def(
+            "allocate",
+            [](std::shared_ptr<Arena> arena, std::size_t bytes) {
+                const py::gil_scoped_release release;  // the kernel clears the pages now
+                return std::make_unique<Allocation>(std::move(arena), bytes);
+            },
+            py::arg("bytes"));
+
+    py::class_<Allocation>(module, "SharedMemoryAllocation", "Memory in the arena, until this object and all tensors over it are gone.",
+                           py::buffer_protocol())
+        .def_buffer([](Allocation& allocation) {
+            return py::buffer_info(static_cast<std::uint8_t*>(allocation.data()), static_cast<py::ssize_t>(allocation.bytes()));
+        });
+
+    py::enum_<FailureKind>(module, "SharedMemoryFailure")
+        .value("NONE", FailureKind::kNone)
+        .value("MISMATCH", FailureKind::kMismatch)
+        .value("TIMEOUT", FailureKind::kTimeout)
+        .value("PEER_LOST", FailureKind::kPeerLost)
+        .value("PEER_CLOSED", FailureKind::kPeerClosed)
+        .value("CLOSED", FailureKind::kClosed)
+        .value("MEMORY", FailureKind::kMemory);
+
+    py::class_<Channel>(module, "SharedMemoryChannel", "A sequence of collective calls.")
+        .def(py::init(&make_channel), py::arg("arena"), py::arg("rank"), py::arg("segments"), py::arg("watched"), py::arg("channel"),
+             py::arg("piece_bytes"), py::arg("small_bytes"), py::arg("stream_bytes"), py::arg("spin_seconds"), py::arg("isa"))
+        .def("start", &start)
+        .def("wait",
+             [](Channel& channel, std::uint64_t number, double seconds) {
+                 if (channel.is_finished(number)) return true;
+                 return wait_serving_signals(seconds, [&](auto deadline, auto until) { return channel.wait(number, deadline, until); });
+             })
+        .def("wait_for_room",
+             [](Channel& channel, double seconds) {
+                 return wait_serving_signals(seconds, [&](auto deadline, auto until) { return channel.wait_for_room(deadline, until); });
+             })
+        .def("progress",
+             [](Channel& channel) {
+                 if (channel.is_quiet()) return;
+                 const py::gil_scoped_release release;
+                 channel.progress();
+             })
+        .def("is_finished", &Channel::is_finished)
+        .def_property_readonly("failed", &Channel::failed)
+        .def("failure",
+             [](const Channel& channel) {
+                 const Failure failure = channel.failure();
+                 return py::make_tuple(failure.kind, failure.ranks, std::string(failure.message));
+             })
+        .def("close", &Channel::close, py::call_guard<py::gil_scoped_release>());
+
+    module.def("shared_memory_reduce", &reduce, "One pass of the reduction loops, for tests and benchmarks.");
+}
+
+#else
+
+void bind_shared_memory(pybind11::module_&) {}
+
+#endif  // __linux__

@@ -1,0 +1,286 @@
+"""Collectives among ranks of one host, through memory that all of them map.
+
+What moves, for S bytes a rank and n ranks; a copy of S bytes reads S and writes S:
+
+| collective | steps | read, written by each rank |
+|---|---|---|
+| all_reduce on `empty()` memory | 2 | S, S: 1/n of every rank's tensor is reduced into every rank's tensor |
+| all_reduce up to 32 KiB, or on other memory with two ranks | 1 | (n + 1) S, 2 S: copied to a staging buffer, then every rank reduces all |
+| all_reduce on other memory | 2 a piece | 3 S, 3 S: the same as the first, between two copies |
+| broadcast | 1 | S, S on the receivers; a copy more on the source for other memory |
+| all_gather | 1 | n S, n S |
+| reduce_scatter (S is the input's) | 1 | S, S / n |
+| barrier | 1 | nothing |
+
+"other memory" means tensors that are not from `empty()`: their copies travel in pieces through two staging buffers, so that one is filled
+while the other is read. The ranks read and write each other's tensors directly, and all results of a reduction are the same bits: each
+element is reduced by rank, by one rank for all or by every rank in the same way. 16-bit floats are accumulated in float32. "avg" multiplies
+each rank's values by 1/n before it adds them, as torch's own DDP does, so that sums don't overflow.
+
+Before any data is touched the ranks compare what each of them has called; where that differs every rank raises
+`CollectiveMismatchError`. After any failure a communicator does nothing more and goes on raising that failure.
+
+**No thread.** A call's work is done by the ranks' own threads: in the call itself if the others have arrived, else in whatever call of this
+communicator comes next (`progress()` is one that does nothing else), at last in `wait()`. See docs/transports.md for the measurements.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ddpcomm import _native
+from ddpcomm.comm.base import Communicator, ReduceOp, Work
+from ddpcomm.comm.neighbours import find_neighbours
+from ddpcomm.comm.segments import Segments, allocate, attach
+from ddpcomm.comm.shared_memory_settings import SharedMemorySettings
+from ddpcomm.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigurationError,
+    ConfigurationTypeError,
+    PeerLostError,
+    TransportUnavailableError,
+)
+
+_ALL_REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _BARRIER = range(5)
+_OPS: dict[ReduceOp, int] = {"sum": 0, "avg": 1, "max": 2}
+_NO_DTYPE = (0, 0)
+
+# As in DLPack: what kind of number (0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool), and its bits.
+_REDUCIBLE = {
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.complex64: (2, 32),  # reduced as pairs of floats
+    torch.complex128: (2, 64),
+    torch.int64: (0, 64),
+    torch.int32: (0, 32),
+    torch.int16: (0, 16),
+    torch.int8: (0, 8),
+    torch.uint8: (1, 8),
+    torch.bool: (1, 8),  # max only
+}
+# What only moves may be of any type; those that can't be reduced are told apart by codes of our own.
+_OTHER_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype not in _REDUCIBLE]
+_MOVABLE = _REDUCIBLE | {
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.bool: (6, 8),
+    **{dtype: (32 + i, 8 * dtype.itemsize) for i, dtype in enumerate(sorted(set(_OTHER_DTYPES), key=str))},
+}
+_FAILURE = _native.SharedMemoryFailure
+
+# What a forked child must let go of. A child has the parent's memory and sockets, but not its place among the ranks.
+_OPEN: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
+
+
+class SharedMemoryWork:
+    """A call under way."""
+
+    __slots__ = ("_communicator", "_number", "_tensors")
+
+    def __init__(self, communicator: SharedMemoryCommunicator, number: int, tensors: tuple[Tensor, ...]) -> None:
+        self._communicator = communicator
+        self._number = number
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._communicator._wait(self._number, timeout)
+        self._tensors = ()
+
+    def is_completed(self) -> bool:
+        return self._communicator._is_finished(self._number)
+
+
+class SharedMemoryCommunicator(Communicator):
+    """The ranks of one host. Not collective to make: `attach` has done all that is.
+
+    Args:
+        segments: the ranks' memory; this communicator closes it, unless `channel` is not 0.
+        timeout: time limit of every wait.
+        settings: sizes and times that tune it; the same on all ranks.
+        channel: communicators over the same segments need different ones, 0 or 1.
+    """
+
+    transport = "shared_memory"
+    averages_in_passing = True
+
+    def __init__(
+        self,
+        segments: Segments,
+        timeout: timedelta,
+        settings: SharedMemorySettings | None = None,
+        channel: int = 0,
+    ) -> None:
+        super().__init__(segments.position, len(segments.ranks), torch.device("cpu"), timeout)
+        settings = settings or SharedMemorySettings()
+        self.segments = segments
+        self._owns_segments = channel == 0
+        self._seconds = timeout.total_seconds()
+        self._in_flight: deque[tuple[int, tuple[Tensor, ...]]] = deque()
+        self._forked = False
+        self._channel = _native.SharedMemoryChannel(
+            segments.arena,
+            segments.position,
+            segments.segments,
+            segments.watched,
+            channel,
+            settings.piece_bytes,
+            settings.small_bytes,
+            settings.stream_bytes,
+            settings.spin_for(self.world_size).total_seconds(),
+            settings.instruction_set,
+        )
+        _OPEN.add(self)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Not collective here. The memory goes back to the machine when the last tensor over it dies.
+
+        Raises:
+            SharedMemoryFullError: there is none left.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        allocation = allocate(self.segments.arena, numel * dtype.itemsize)
+        return torch.frombuffer(allocation, dtype=dtype, count=numel)
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        dtype, numel = _reducible(tensor, op)
+        address = tensor.data_ptr()
+        return self._start(_ALL_REDUCE, _OPS[op], dtype, 0, numel, address, address, (tensor,))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        address = tensor.data_ptr()
+        return self._start(_BROADCAST, 0, _MOVABLE[tensor.dtype], source, tensor.numel(), address, address, (tensor,))
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        dtype = _MOVABLE[tensor.dtype]
+        return self._start(_ALL_GATHER, 0, dtype, 0, tensor.numel(), tensor.data_ptr(), out.data_ptr(), (out, tensor))
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Work:
+        dtype, numel = _reducible(out, op)
+        return self._start(_REDUCE_SCATTER, _OPS[op], dtype, 0, numel, tensor.data_ptr(), out.data_ptr(), (out, tensor))
+
+    def _barrier(self) -> Work:
+        return self._start(_BARRIER, 0, _NO_DTYPE, 0, 0, 0, 0, ())
+
+    def progress(self) -> None:
+        """Does what can be done of the calls under way. Costs well under a microsecond where that is nothing."""
+        self._channel.progress()
+
+    def _start(
+        self, kind: int, op: int, dtype: tuple[int, int], source: int, numel: int, source_address: int, target_address: int,
+        tensors: tuple[Tensor, ...],
+    ) -> SharedMemoryWork:  # fmt: skip
+        channel, in_flight = self._channel, self._in_flight
+        while not (number := channel.start(kind, op, *dtype, source, numel, 0, source_address, target_address)):
+            if channel.failed or not channel.wait_for_room(self._seconds):
+                self._raise_failure()
+        while in_flight and channel.is_finished(in_flight[0][0]):
+            in_flight.popleft()
+        in_flight.append((number, tensors))  # the others may read and write them, even if nobody keeps the work
+        return SharedMemoryWork(self, number, tensors)
+
+    def _wait(self, number: int, timeout: timedelta | None) -> None:
+        self._check_process()
+        if not self._channel.wait(number, self._seconds if timeout is None else timeout.total_seconds()):
+            self._raise_failure()
+
+    def _is_finished(self, number: int) -> bool:
+        self._check_process()
+        self._channel.progress()
+        return self._channel.is_finished(number)
+
+    def _raise_failure(self) -> NoReturn:
+        kind, ranks, message = self._channel.failure()
+        which = [rank for rank in range(self.world_size) if ranks >> rank & 1]
+        ended = f"{message}. This communicator can't be used any further."
+        if kind == _FAILURE.MISMATCH:
+            raise CollectiveMismatchError(f"{ended} All ranks must make the same calls in the same order.")
+        if kind == _FAILURE.TIMEOUT:
+            raise CollectiveTimeoutError(f"{ended} Look for a rank that hangs or took another path, or allow more time.", which)
+        if kind in (_FAILURE.PEER_LOST, _FAILURE.PEER_CLOSED):
+            raise PeerLostError(f"{ended} Look for the reason in that rank's own output.", which[0] if which else None)
+        if kind == _FAILURE.CLOSED:
+            raise ClosedError(message)
+        raise CommunicationError(ended)
+
+    # ---- its end ----------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._in_flight.clear()
+        if self._owns_segments:
+            self.segments.close()
+
+    def _check_open(self, operation: str) -> None:
+        self._check_process()
+        super()._check_open(operation)
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise ClosedError("this shared_memory communicator belongs to the parent process; a forked child can't use it")
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: lets go of the sockets, which would hide the parent's death from its peers."""
+        self._forked = True
+        self._closed = True
+        self.segments.close()
+
+
+def create_shared_memory(
+    bootstrap: Communicator, timeout: timedelta, *, capacity_bytes: int | None = None, **settings: Any
+) -> SharedMemoryCommunicator:
+    """Makes a communicator for ranks that are all on one host. Collective over `bootstrap`, a CPU communicator: three small exchanges.
+
+    Args:
+        bootstrap: the ranks.
+        timeout: time limit of every wait.
+        capacity_bytes: the most that `empty()` can hand out at a time on this rank; None means the machine's memory.
+        settings: of `SharedMemorySettings`.
+
+    Raises:
+        TransportUnavailableError: they are not, or shared memory can't be set up; on every rank.
+        RankMismatchError: the ranks gave different settings; on every rank.
+    """
+    chosen = SharedMemorySettings(**settings)
+    neighbours = find_neighbours(bootstrap)
+    if len(neighbours.hosts) > 1:
+        neighbours.close()
+        raise TransportUnavailableError(f"the ranks can't all reach one another's memory; found to be on one host: {neighbours.hosts}")
+    segments = attach(bootstrap, neighbours, chosen, capacity_bytes)
+    return SharedMemoryCommunicator(segments, timeout, chosen)
+
+
+def _reducible(tensor: Tensor, op: ReduceOp) -> tuple[tuple[int, int], int]:
+    """The dtype and the number of elements as they are reduced."""
+    dtype = _REDUCIBLE.get(tensor.dtype)
+    if dtype is None or (tensor.dtype == torch.bool and op != "max"):
+        raise ConfigurationTypeError(f'shared_memory can\'t reduce {tensor.dtype} with op "{op}"; convert the tensor first')
+    if tensor.is_complex():
+        if tensor.is_conj():
+            raise ConfigurationError("the tensor is conjugated lazily; call .resolve_conj() on it")
+        return dtype, 2 * tensor.numel()
+    return dtype, tensor.numel()
+
+
+def _leave_all_to_parent() -> None:
+    for communicator in list(_OPEN):
+        communicator._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
