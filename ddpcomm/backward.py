@@ -154,7 +154,7 @@ def _watch_leaf(watch: weakref.ref[BackwardWatch], leaf: Tensor, synchronize: bo
             handle.remove()
             owner._started(torch._C._current_autograd_node(), synchronize)
 
-    handle = leaf.register_hook(started)
+    handle = leaf.register_hook(started)  # type: ignore[no-untyped-call]
 
 
 def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool:
@@ -164,7 +164,7 @@ def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool
     it, so any one leaf tells. With `backward(inputs=...)` only the leaves that were asked for run, and each parameter has to be tried.
     """
     candidates = parameters()
-    if candidates and candidates[0].requires_grad and _will_run(torch.autograd.graph.get_gradient_edge(candidates[0]).node):
+    if candidates and _will_run(_accumulator(candidates[0])):
         return True
     leaf = node
     while True:
@@ -172,13 +172,20 @@ def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool
         if following is None:
             break
         leaf = following
-    if _will_run(leaf):
-        return True
-    return any(_will_run(torch.autograd.graph.get_gradient_edge(p).node) for p in candidates if p.requires_grad)
+    if leaf is node:  # torch doesn't count the node that backward starts from among those that it will run
+        return _will_run(leaf) is not None
+    return bool(_will_run(leaf)) or any(_will_run(_accumulator(p)) for p in candidates)
 
 
-def _will_run(leaf: Node) -> bool:
+def _accumulator(parameter: Tensor) -> Node | None:
+    return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
+
+
+def _will_run(leaf: Node | None) -> bool | None:
+    """Whether the running graph task accumulates into this leaf; None if autograd.grad captures its gradient instead."""
+    if leaf is None:
+        return False
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:  # torch refuses the question for a leaf whose gradient autograd.grad captures
-        return False
+    except RuntimeError:  # torch refuses the question for a leaf that is captured
+        return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm.comm.base import Communicator
-from ddpcomm.layout import BucketLayout, Slot
+from ddpcomm.layout import BucketLayout
 from ddpcomm.ops import FlattenPlan
 from ddpcomm.parameters import ManagedParameter
 
@@ -136,8 +136,7 @@ class Bucket:
                     parameter.grad = view
             return
         targets: list[Tensor | None] = []
-        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            gradient = parameter.grad
+        for position, (parameter, view, gradient) in enumerate(zip(self.parameters, self.views, self._gradients, strict=True)):
             if not used[position] or gradient is view:
                 targets.append(None)
                 continue
@@ -145,25 +144,21 @@ class Bucket:
                 gradient = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=parameter.device)
                 parameter.grad = gradient
             flat = _in_memory_order(gradient, view)
-            if flat.data_ptr() != gradient.data_ptr():
+            if flat.data_ptr() == gradient.data_ptr():
+                targets.append(flat)
+            else:
+                targets.append(None)
                 with torch.no_grad():
                     gradient.copy_(view)
-                flat = None
-            targets.append(flat)
         self._plan.unflatten(self.buffer, [*targets, None])
 
-    def replaced(self) -> list[int]:
-        """Parameters whose `.grad` was exchanged since `gather`, so that what was reduced is not what is there."""
+    def lost(self, fires: Sequence[int]) -> list[int]:
+        """Of the parameters that received a gradient, by their count, those whose `.grad` is none, or not what `gather` saw."""
         return [
             slot.parameter
-            for slot, parameter, gradient in zip(self.slots, self.parameters, self._gradients, strict=True)
-            if parameter.grad is not gradient
+            for slot, parameter, gradient in zip(self.slots, self.parameters, self._gradients, strict=False)
+            if (gradient is None and fires[slot.parameter]) or parameter.grad is not gradient
         ]
-
-
-def slot_of(bucket: Bucket, parameter: int) -> Slot:
-    """The slot of a parameter that is in the bucket."""
-    return next(slot for slot in bucket.slots if slot.parameter == parameter)
 
 
 def _plain(numel: int, dtype: torch.dtype) -> Tensor:

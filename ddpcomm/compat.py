@@ -2,111 +2,124 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
+from ddpcomm.arguments import Placement
+from ddpcomm.comm.base import Communicator
+from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.process_group import is_member
-from ddpcomm.comm.torch_ddp import BufferCommHookLocation, active_ddp
-from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError
+from ddpcomm.comm.torch_ddp import ProcessGroup, active_ddp
+from ddpcomm.config import ReducerOptions
+from ddpcomm.errors import ConfigurationError, DDPCommError
+from ddpcomm.hook_registration import HookRegistration
 from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
-from ddpcomm.module_state import named_buffers
+from ddpcomm.module_state import broadcast_tensors, named_buffers
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.torch_reducer import TorchLogger, TorchReducer, logging_data
 
-if TYPE_CHECKING:
-    from ddpcomm.ddp import DistributedDataParallel
 
+class TorchNames(HookRegistration):
+    """Base of DistributedDataParallel, which has the attributes named here."""
 
-class TorchNames:
-    """Mixed into DistributedDataParallel."""
+    module: nn.Module
+    process_group: ProcessGroup
+    dim: int
+    static_graph: bool
+    forward_sync_buffers: bool
+    parameters_to_ignore: set[str]
+    _placement: Placement
+    _options: ReducerOptions
+    _bucket_cap_mb_list: Sequence[float] | None
+    _transport: str
+    _communicator: Communicator
 
     # ---- attributes -------------------------------------------------------------------------------------------------
 
     @property
-    def reducer(self: DistributedDataParallel) -> TorchReducer:
+    def reducer(self) -> TorchReducer:
         """The reducer, by torch's names."""
         return TorchReducer(self._reducer)
 
     @property
-    def logger(self: DistributedDataParallel) -> TorchLogger:
+    def logger(self) -> TorchLogger:
         """The record of this model, by torch's names."""
         return TorchLogger(self)
 
     @property
-    def device(self: DistributedDataParallel) -> torch.device:
+    def device(self) -> torch.device:
         """Where the first parameter is."""
         return self._placement.device
 
     @property
-    def device_type(self: DistributedDataParallel) -> str:
+    def device_type(self) -> str:
         """The type of `device`."""
         return self._placement.device.type
 
     @property
-    def device_ids(self: DistributedDataParallel) -> list[int] | None:
+    def device_ids(self) -> list[int] | None:
         """The one GPU that inputs are moved to, or None."""
         return self._placement.device_ids
 
     @property
-    def output_device(self: DistributedDataParallel) -> int | None:
+    def output_device(self) -> int | None:
         """Where outputs are: that GPU, or None."""
         return self._placement.output_device
 
     @property
-    def is_multi_device_module(self: DistributedDataParallel) -> bool:
+    def is_multi_device_module(self) -> bool:
         """Whether the module's parameters are on several devices."""
         return len({p.device for p in self._module_parameters}) > 1
 
     @property
-    def broadcast_buffers(self: DistributedDataParallel) -> bool:
+    def broadcast_buffers(self) -> bool:
         """Torch's former name of `forward_sync_buffers`."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
-    def broadcast_buffers(self: DistributedDataParallel, value: bool) -> None:
+    def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
     @property
-    def bucket_bytes_cap(self: DistributedDataParallel) -> int:
+    def bucket_bytes_cap(self) -> int:
         """The size of a bucket in bytes; torch.compile cuts graphs at it."""
         return max(self._options.caps.bytes)
 
     @property
-    def bucket_bytes_cap_list(self: DistributedDataParallel) -> list[int]:
+    def bucket_bytes_cap_list(self) -> list[int]:
         """`bucket_cap_mb_list`, in bytes."""
         return [int(cap * BYTES_PER_MB) for cap in self._bucket_cap_mb_list or ()]
 
     @property
-    def bucket_bytes_cap_default(self: DistributedDataParallel) -> bool:
+    def bucket_bytes_cap_default(self) -> bool:
         """Whether the default bucket sizes are used."""
         return len(self._options.caps.bytes) > 1 and self.bucket_bytes_cap == DEFAULT_BUCKET_MB * BYTES_PER_MB
 
     @property
-    def modules_buffers(self: DistributedDataParallel) -> list[Tensor]:
+    def modules_buffers(self) -> list[Tensor]:
         """The buffers that are synchronised, as they are now."""
         return list(self.named_module_buffers.values())
 
     @property
-    def named_module_buffers(self: DistributedDataParallel) -> dict[str, Tensor]:
+    def named_module_buffers(self) -> dict[str, Tensor]:
         """The same by name."""
         return named_buffers(self.module, self.parameters_to_ignore)
 
     @property
-    def _module_parameters(self: DistributedDataParallel) -> list[Tensor]:
+    def _module_parameters(self) -> list[Tensor]:
         return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
     @property
-    def _has_rebuilt_buckets(self: DistributedDataParallel) -> bool:
-        return self._reducer.rebuilt
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._reducer.learned
 
     @property
-    def _comm_hooks(self: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    def _comm_hooks(self) -> list[tuple[Callable[..., Any], Any]]:
         hook = self._reducer.hook
         return [] if hook is None else [(hook.hook, hook.state)]
 
@@ -132,11 +145,11 @@ class TorchNames:
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
-    def _build_params_for_reducer(self: DistributedDataParallel) -> tuple[list[Tensor], list[bool]]:
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         managed = ParameterSet(self.module, self.parameters_to_ignore).managed
         return [m.parameter for m in managed], [m.sparse for m in managed]
 
-    def _build_debug_param_to_name_mapping(self: DistributedDataParallel, parameters: list[Tensor]) -> dict[int, str]:
+    def _build_debug_param_to_name_mapping(self, parameters: list[Tensor]) -> dict[int, str]:
         names = {id(m.parameter): m.name for m in ParameterSet(self.module, self.parameters_to_ignore).managed}
         known = {id(p) for p in parameters}
         for identity, name in names.items():
@@ -155,13 +168,13 @@ class TorchNames:
         """Buffers are looked up anew whenever they are needed."""
 
     def _default_broadcast_coalesced(
-        self: DistributedDataParallel, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+        self, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        self._broadcast(self.modules_buffers if bufs is None else bufs, authoritative_rank)
+        broadcast_tensors(self._communicator, self.modules_buffers if bufs is None else bufs, authoritative_rank, "buffers")
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def _set_static_graph(self: DistributedDataParallel) -> None:
+    def _set_static_graph(self) -> None:
         """Declares the graph static; before the first backward, as in torch."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
@@ -172,11 +185,11 @@ class TorchNames:
             )
         self.static_graph = True
 
-    def _remove_autograd_hooks(self: DistributedDataParallel) -> None:
+    def _remove_autograd_hooks(self) -> None:
         """Takes the reducer's hooks off the parameters: gradients stay this rank's own."""
         self._reducer.unhook()
 
-    def _check_reducer_finalized(self: DistributedDataParallel) -> None:
+    def _check_reducer_finalized(self) -> None:
         """Raises if the last backward left gradients unaveraged."""
         self.reducer._check_reducer_finalized()
 
@@ -188,95 +201,27 @@ class TorchNames:
         if sample_rate < 1:
             raise ConfigurationError("DDP runtime logging sample rate should be equal or greater than 1")
 
-    def _update_process_group(self: DistributedDataParallel, new_process_group: Any) -> None:
+    def _update_process_group(self, new_process_group: Any) -> None:
         """Synchronises over another group from now on. Its ranks must all call it, with no backward under way."""
         if is_member(new_process_group):
             self.process_group = new_process_group
-            self._replace_communicator()
-
-    # ---- hooks ------------------------------------------------------------------------------------------------------
-
-    def register_comm_hook(self: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-        """Puts `hook` in the place of the all-reduce of each bucket. Once, before the first backward, on all ranks alike.
-
-        Args:
-            state: handed to the hook at every call.
-            hook: `hook(state, bucket) -> torch.futures.Future`, by torch's contract; or a wire format of `ddpcomm.hooks`.
-
-        Raises:
-            ConfigurationTypeError: it can't be called.
-            ConfigurationError: its annotations say that it is no such hook; or there is one already.
-        """
-        try:
-            _check_hook(hook)
-            self._set_hook(state, hook)
-        except DDPCommError as error:
-            raise self._logged(error) from None
-
-    def _register_builtin_comm_hook(self: DistributedDataParallel, comm_hook_type: Any) -> None:
-        """Torch's built-in hooks: ALLREDUCE and FP16_COMPRESS."""
-        self._set_builtin_hook(comm_hook_type)
-
-    def _register_buffer_comm_hook(
-        self: DistributedDataParallel, state: Any, hook: Callable[..., Any], comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD
-    ) -> None:
-        """`hook(state, buffers_by_name)` synchronises buffers, in the broadcast's place, before or after each training forward.
-
-        It may return futures, which are waited for at the end of backward.
-        """
-        if not callable(hook):
-            raise ConfigurationTypeError("the buffer communication hook must be callable")
-        self._buffer_hook = (state, hook, comm_hook_location)
-
-    def _run_buffer_hook(self: DistributedDataParallel, buffers: dict[str, Tensor]) -> bool:
-        if self._buffer_hook is None:
-            return False
-        state, hook, _ = self._buffer_hook
-        futures = hook(state, buffers)
-        if futures is not None:
-            self._reducer.wait_for += [futures] if isinstance(futures, torch._C.Future) else list(futures)
-        return True
-
-    def _syncs_buffers_after_forward(self: DistributedDataParallel) -> bool:
-        return self._buffer_hook is not None and self._buffer_hook[2] == BufferCommHookLocation.POST_FORWARD
+            self._communicator = create_communicator(self.process_group, self._placement.device, self._transport)
+            self._reducer.use(self._communicator)
 
     # ---- the rest ---------------------------------------------------------------------------------------------------
 
-    def _get_ddp_logging_data(self: DistributedDataParallel) -> dict[str, Any]:
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What torch records about a model, by torch's names."""
         return logging_data(self)
 
-    def _logged(self: DistributedDataParallel, error: DDPCommError) -> DDPCommError:
-        self._statistics.error = f"{type(error).__name__}: {error}"
-        return error
-
     @property
-    def _distributed_rank(self: DistributedDataParallel) -> int:
+    def _distributed_rank(self) -> int:
         return self._communicator.rank
 
-    def scatter(self: DistributedDataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Torch's `scatter_kwargs`."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
-    def gather(self: DistributedDataParallel, outputs: Any, output_device: Any) -> Any:
+    def gather(self, outputs: Any, output_device: Any) -> Any:
         """Torch's `gather`."""
         return gather(outputs, output_device, dim=self.dim)
-
-
-def _check_hook(hook: Callable[..., Any]) -> None:
-    """Torch's own checks of a hook's annotations."""
-    if hasattr(hook, "dtype") and not callable(hook):
-        return
-    if not callable(hook):
-        raise ConfigurationTypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if (
-        bucket is not None
-        and bucket.annotation not in (inspect.Parameter.empty, "dist.GradBucket")
-        and "GradBucket" not in str(bucket.annotation)
-    ):
-        raise ConfigurationError("Communication hook: bucket annotation should be dist.GradBucket.")
-    returned = signature.return_annotation
-    if returned is not inspect.Signature.empty and "Future" not in str(returned):
-        raise ConfigurationError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

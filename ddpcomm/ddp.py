@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ddpcomm import arguments, env
+from ddpcomm import arguments
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Join, Joinable, JoinHook, Participation, ShadowHook, notify, tell
 from ddpcomm.comm.process_group import resolve
-from ddpcomm.comm.torch_ddp import BuiltinCommHookType, ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
-from ddpcomm.comm_hook import CommHook
+from ddpcomm.comm.torch_ddp import ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
-from ddpcomm.hooks import WireFormat, fp16
 from ddpcomm.module_state import broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
@@ -31,7 +29,7 @@ from ddpcomm.step_guard import StepGuard
 from ddpcomm.verify import model_signatures, require_same_model
 
 
-class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -126,7 +124,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._tag = 0
         self._divide_by_initial_world_size = True
         self._hook_name = ""
-        self._buffer_hook: tuple[Any, Callable[..., Any], Any] | None = None
+        self._buffer_hook = None
         self.module = module
         failure: DDPCommError | None = None
         try:
@@ -176,7 +174,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo(recursive=False)
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective while training with gradients, if buffers are synchronised."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -185,7 +183,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         recomputing = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not recomputing:
@@ -200,7 +198,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             inputs, kwargs = tree_map(self._move, (inputs, kwargs))
         return inputs, kwargs
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
@@ -250,10 +248,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def _broadcast_state(self, source: int = 0, *, with_buffers: bool = True) -> None:
         parameters = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         buffers = list(named_buffers(self.module, self.parameters_to_ignore).values()) if with_buffers else []
-        self._broadcast(parameters + buffers, source)
-
-    def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        broadcast_tensors(self._communicator, tensors, source, "parameters and buffers")
+        broadcast_tensors(self._communicator, parameters + buffers, source, "parameters and buffers")
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next training forward synchronises buffers."""
@@ -325,45 +320,21 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._authoritative_rank = tell(self._communicator, active=is_last_joiner, synchronizes=False).authoritative_rank
         self._broadcast_state(self._authoritative_rank, with_buffers=self.forward_sync_buffers)
 
-    # ---- hooks ------------------------------------------------------------------------------------------------------
-
-    def _set_hook(self, state: object, hook: Callable[..., Any] | WireFormat) -> None:
-        if self._hook_name:
-            raise ConfigurationError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if isinstance(hook, WireFormat):
-            self._hook_name = hook.name
-            self._reducer.wire_dtype = hook.dtype
-        else:
-            self._reducer.hook = CommHook(state, hook)
-            self._hook_name = self._reducer.hook.name
-        self._reducer.arrange()
-
-    def _set_builtin_hook(self, kind: BuiltinCommHookType) -> None:
-        if kind == BuiltinCommHookType.FP16_COMPRESS:
-            self._set_hook(None, fp16)
-        elif self._hook_name:
-            raise ConfigurationError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._hook_name = str(kind)
-
-    def _replace_communicator(self) -> None:
-        self._communicator = create_communicator(self.process_group, self._placement.device, self._transport)
-        self._reducer.use(self._communicator)
-
     # ---- what happened ----------------------------------------------------------------------------------------------
 
     def unused_parameters(self) -> dict[str, str]:
         """Parameters that this rank did not use in the last backward that synchronised, and whether others did. Local."""
-        return dict(self._reducer.last_unused)
+        return dict(self._reducer.record.unused)
 
     def unsynchronized_parameters(self) -> dict[str, str]:
         """Parameters whose `.grad` is not the average over the ranks, and why. Local."""
-        found = self._reducer.unsynchronized()
+        found = self._reducer.record.unsynchronized(self._reducer.parameters)
         named = self.module.named_parameters()
         ignored = {name: "ignored by request" for name, p in named if name in self.parameters_to_ignore and p.grad is not None}
         return {**found, **ignored}
 
     def _unsynchronized_by_id(self) -> dict[int, tuple[str, str]]:
-        found = self._reducer.unsynchronized()
+        found = self._reducer.record.unsynchronized(self._reducer.parameters)
         return {id(p): (name, found[name]) for name, p in self.module.named_parameters() if name in found}
 
     # ---- copies -----------------------------------------------------------------------------------------------------
@@ -381,7 +352,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = resolve(None)
         # Loading is local, maybe on one rank alone: only this transport needs nobody else to be made.
         self._take_up(create_communicator(self.process_group, self._placement.device, "process_group"))

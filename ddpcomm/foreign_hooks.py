@@ -39,7 +39,7 @@ class ForeignHooks:
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """The parameters to look after from now on. Each must have a hook already, else torch has no table for it."""
-        self._tables = [p._post_accumulate_grad_hooks for p in parameters if p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+        self._tables = [p._post_accumulate_grad_hooks for p in parameters if p._post_accumulate_grad_hooks]
         self._seen = -1
         self.look()
 

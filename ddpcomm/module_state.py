@@ -69,7 +69,7 @@ def _broadcast_piece(communicator: Communicator, tensors: list[Tensor], source: 
                 f"{names} have other shapes or dtypes on rank {communicator.rank} than on rank {source}: "
                 f"here {[(tuple(t.shape), str(t.dtype)) for t in tensors[:10]]}"
             )
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):  # type: ignore[attr-defined]
             for dtype, group in by_dtype.items():
                 ops.unflatten(segments[dtype], [t.detach() for t in group])
 

@@ -102,6 +102,14 @@ class Reduction:
         except CommHookError as error:
             self.failure = error
 
+    def has_launched(self, parameter: int) -> bool:
+        """Whether the bucket of a parameter has gone out."""
+        return self.arrangement.bucket_of[parameter] < self.next
+
+    def lost(self, fires: Sequence[int]) -> list[int]:
+        """Parameters that received a gradient, by their count, which is no longer the one that went out, or is none at all."""
+        return [index for bucket in self.arrangement.buckets for index in bucket.lost(fires)]
+
     def skip(self) -> None:
         """Leaves out the next bucket, which must not be the last. All ranks must do so."""
         self.next += 1

@@ -1,4 +1,4 @@
-"""`ddp.reducer` and `ddp.logger`, by the names that torch's own have: for frameworks that call them (Accelerate, Lightning) and its tests."""
+"""`ddp.reducer` and `ddp.logger` by torch's names, for the frameworks that call them (Accelerate, Lightning) and for torch's own tests."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class TorchReducer:
 
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks each parameter was used in the last backward, int32, in registration order."""
-        return self._reducer.used_counts()
+        reducer: Reducer = self._reducer
+        return reducer.record.used_counts(len(reducer.parameters.managed), reducer.divisor).to(reducer.communicator.device)
 
     def _ddp_graph_static(self) -> bool:
         """Whether every backward so far used the same parameters."""
-        return bool(self._reducer.graph_is_static)
+        return bool(self._reducer.record.graph_is_static)
 
     def _check_reducer_finalized(self) -> None:
         """Raises if the last backward left gradients unaveraged.
@@ -50,7 +51,7 @@ class TorchReducer:
         Raises:
             SynchronizationError: it was interrupted, or the hooks are off.
         """
-        if not self._reducer.finalized:
+        if not self._reducer.record.complete:
             raise SynchronizationError(
                 "Expected to have finished reduction in the prior iteration before starting a new one: "
                 "the last backward did not end with averaged gradients on this rank"
@@ -120,10 +121,10 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "num_parameter_tensors": len(parameters),
         "bucket_sizes": bucket_sizes,
         "unused_parameter_size": statistics.unused_parameter_bytes,
-        "has_rebuilt_buckets": int(reducer.rebuilt),
+        "has_rebuilt_buckets": int(reducer.learned),
         "num_buckets_reduced": statistics.buckets_reduced,
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, statistics.ready_order)),
-        "can_set_static_graph": reducer.graph_is_static,
+        "can_set_static_graph": reducer.record.graph_is_static,
         "has_error": int(bool(statistics.error)),
         "error": statistics.error,
         "avg_forward_compute_time": statistics.average_ns("forward"),
@@ -136,7 +137,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "backward_compute_time_end": statistics.backward_end,
         "backward_comm_time_end": statistics.communication_end,
     }
-    if reducer.rebuilt:
+    if reducer.learned:
         data["rebuilt_bucket_sizes"] = bucket_sizes
         data["rebuilt_per_bucket_param_indices"] = ", ".join(indices)
     name = reducer.hook.name if reducer.hook is not None else ddp._hook_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from ddpcomm.comm.base import Communicator, CompletedWork, ReduceOp, Work
 from ddpcomm.errors import CollectiveTimeoutError, CommunicationError, ConfigurationError, PeerLostError
 
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_REDUCE_OPS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _TIMED_OUT = ("timed out", "timeout")
 _Options = TypeVar("_Options")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "read error", "write error", "pair closure")

@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferCommH
 
 from ddpcomm import env
 
-BuiltinCommHookType = dist.BuiltinCommHookType
+BuiltinCommHookType = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 ProcessGroup = dist.ProcessGroup
 
 __all__ = [
@@ -61,7 +61,7 @@ def take_over_optimizer_hooks(parameters: list[torch.Tensor]) -> list[Callable[[
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     for parameter in optimized:
-        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):  # type: ignore[no-untyped-call]
             handle.remove()
     optimizers = dict.fromkeys(optimizer for p in optimized for optimizer in p._in_backward_optimizers)
 

@@ -1,0 +1,105 @@
+"""Registration of communication hooks, by torch's names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpcomm.comm.torch_ddp import BufferCommHookLocation, BuiltinCommHookType
+from ddpcomm.comm_hook import CommHook
+from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError
+from ddpcomm.hooks import WireFormat, fp16
+from ddpcomm.reducer import Reducer
+from ddpcomm.statistics import Statistics
+
+_ONLY_ONCE = "register_comm_hook or register_builtin_comm_hook can only be called once."
+
+
+class HookRegistration(nn.Module):
+    """Base of DistributedDataParallel, which has the attributes named here."""
+
+    _reducer: Reducer
+    _statistics: Statistics
+    _hook_name: str
+    _buffer_hook: tuple[Any, Callable[..., Any], Any] | None
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any] | WireFormat) -> None:
+        """Puts `hook` in the place of the all-reduce of each bucket. Once, before the first backward, on all ranks alike.
+
+        Args:
+            state: handed to the hook at every call.
+            hook: `hook(state, bucket) -> torch.futures.Future`, by torch's contract; or a wire format of `ddpcomm.hooks`.
+
+        Raises:
+            ConfigurationTypeError: it can't be called.
+            ConfigurationError: its annotations say that it is no such hook; or there is one already.
+        """
+        try:
+            if not isinstance(hook, WireFormat):
+                _check_hook(hook)
+            self._set_hook(state, hook)
+        except DDPCommError as error:
+            raise self._logged(error) from None
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Torch's built-in hooks: ALLREDUCE and FP16_COMPRESS."""
+        if comm_hook_type == BuiltinCommHookType.FP16_COMPRESS:
+            self._set_hook(None, fp16)
+        elif self._hook_name:
+            raise ConfigurationError(_ONLY_ONCE)
+        self._hook_name = str(comm_hook_type)
+
+    def _set_hook(self, state: object, hook: Callable[..., Any] | WireFormat) -> None:
+        if self._hook_name:
+            raise ConfigurationError(_ONLY_ONCE)
+        if isinstance(hook, WireFormat):
+            self._hook_name = hook.name
+            self._reducer.wire_dtype = hook.dtype
+        else:
+            self._reducer.hook = CommHook(state, hook)
+            self._hook_name = self._reducer.hook.name
+        self._reducer.arrange()
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD
+    ) -> None:
+        """`hook(state, buffers_by_name)` synchronises buffers, in the broadcast's place, before or after each training forward.
+
+        It may return futures, which are waited for at the end of backward.
+        """
+        if not callable(hook):
+            raise ConfigurationTypeError("the buffer communication hook must be callable")
+        self._buffer_hook = (state, hook, comm_hook_location)
+
+    def _run_buffer_hook(self, buffers: dict[str, Tensor]) -> bool:
+        if self._buffer_hook is None:
+            return False
+        state, hook, _ = self._buffer_hook
+        futures = hook(state, buffers)
+        if futures is not None:
+            self._reducer.wait_for += [futures] if isinstance(futures, torch._C.Future) else list(futures)
+        return True
+
+    def _syncs_buffers_after_forward(self) -> bool:
+        return self._buffer_hook is not None and self._buffer_hook[2] == BufferCommHookLocation.POST_FORWARD
+
+    def _logged(self, error: DDPCommError) -> DDPCommError:
+        self._statistics.error = f"{type(error).__name__}: {error}"
+        return error
+
+
+def _check_hook(hook: Callable[..., Any]) -> None:
+    """Torch's own checks of a hook's annotations."""
+    if not callable(hook):
+        raise ConfigurationTypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation is not inspect.Parameter.empty and "GradBucket" not in str(bucket.annotation):
+        raise ConfigurationError("Communication hook: bucket annotation should be dist.GradBucket.")
+    returned = signature.return_annotation
+    if returned is not inspect.Signature.empty and "Future" not in str(returned):
+        raise ConfigurationError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

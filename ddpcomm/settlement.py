@@ -1,0 +1,151 @@
+"""The end of a reduction: hear what the ranks have to say, act on it alike everywhere, put the averages in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from ddpcomm.agreement import Agreement, Report, agree, signatures
+from ddpcomm.arrangement import Arrangement
+from ddpcomm.errors import BackwardInterruptedError, CollectiveMismatchError, LateGradientError, RankMismatchError
+from ddpcomm.parameters import ParameterSet
+from ddpcomm.reduction import Reduction
+from ddpcomm.status import Notice, Status
+
+if TYPE_CHECKING:
+    from ddpcomm.reducer import Reducer
+
+
+def settle(reducer: Reducer, reduction: Reduction, used: Sequence[bool], fires: Sequence[int], *, void: bool) -> None:
+    """Waits for a reduction whose buckets have all gone out, and finishes it. Collective.
+
+    Args:
+        reducer: whose reduction it is.
+        reduction: it.
+        used: by parameter, whether this rank used it.
+        fires: how often each received a gradient in this backward.
+        void: this rank takes part for the others' sake; its own gradients stay as they are.
+
+    Raises:
+        SynchronizationError, RankMismatchError, CommHookError: on every rank.
+        CommunicationError: a collective failed.
+    """
+    status = reduction.wait()
+    _raise_for(status, reducer.communicator.rank)
+    if not status.notices:
+        _put_in_place(reducer, reduction, used, (), void=void)
+        return
+    sparse = _sparse_names(reducer, reduction)
+    present = ParameterSet(reducer.module, reducer.ignored, sparse)
+    agreement = agree(reducer.communicator, _report(reducer, reduction, present, fires))
+    if agreement.late:
+        _refuse_late(reducer, agreement)
+        reduction = reducer.new_reduction()
+        reducer.launch_rest(reduction, used, set, void=void)
+        _raise_for(reduction.wait(), reducer.communicator.rank)
+    _refuse_lopsided(reducer, agreement)
+    _put_in_place(reducer, reduction, used, agreement.newcomers, void=void)
+    if Notice.CHANGED in status:
+        present = ParameterSet(reducer.module, reducer.ignored, agreement.sparse)
+        _average_newcomers(reducer, present, agreement.newcomers, void=void)
+    else:
+        present = reducer.parameters
+    reducer.learned = reducer.learned or Notice.LEARNED in status
+    reducer.adopt(present, agreement.ready_order, agreement.fires)
+
+
+def _raise_for(status: Status, rank: int) -> None:
+    if status.mixed:
+        raise CollectiveMismatchError(
+            f"rank {rank} reduced buckets of one model with another model's on other ranks: "
+            "run the backwards of all models in the same order on every rank"
+        )
+    if Notice.INTERRUPTED in status:
+        who = "several ranks" if status.interrupted_rank is None else f"rank {status.interrupted_rank}"
+        raise BackwardInterruptedError(
+            f"backward ended with an exception on {who}: this step has no averaged gradients on any rank. "
+            "Clear the gradients (zero_grad) and skip the step, or end the job"
+        )
+
+
+def _sparse_names(reducer: Reducer, reduction: Reduction) -> set[str]:
+    managed = reducer.parameters.managed
+    seen = {managed[misfit.parameter].name for misfit in reduction.misfits if misfit.sparse}
+    return seen | {m.name for m in managed if m.sparse}
+
+
+def _report(reducer: Reducer, reduction: Reduction, present: ParameterSet, fires: Sequence[int]) -> Report:
+    names = reducer.parameters.names
+    failure = reducer.failure or reduction.failure
+    expected = reducer.countdown.expected
+    return Report(
+        signatures=signatures(present),
+        failure=None if failure is None else (type(failure), str(failure)),
+        late=tuple(names[index] for index in sorted(reducer.late)),
+        ready_order=tuple(names[index] for index in reducer.ready_order()),
+        fires={name: max(count, before) for name, count, before in zip(names, fires, expected, strict=True)},
+        sparse=tuple(sorted(m.name for m in present.managed if m.sparse)),
+        newcomers=tuple(present.managed[index].name for index in present.newcomers(reducer.parameters.managed)),
+    )
+
+
+def _refuse_late(reducer: Reducer, agreement: Agreement) -> None:
+    """Gradients that were not written over yet can simply be reduced once more; views of a bucket were.
+
+    Raises:
+        LateGradientError: they are views, or a hook with a memory of its own has seen them.
+    """
+    if not reducer.options.gradient_as_bucket_view and reducer.hook is None:
+        return
+    late = "; ".join(f"{name} (on rank {', '.join(map(str, ranks))})" for name, ranks in agreement.late.items())
+    raise LateGradientError(
+        f"these parameters received a gradient more often than in earlier backwards, after their bucket had gone out: {late}. "
+        "The gradients of this step are void. Use gradient_as_bucket_view=False and no communication hook where the number of "
+        "re-entrant checkpoints of a layer varies"
+    )
+
+
+def _refuse_lopsided(reducer: Reducer, agreement: Agreement) -> None:
+    """A parameter that is new on some ranks only was reduced, against nothing, on the others; a view of a bucket is lost by that.
+
+    Raises:
+        RankMismatchError: gradients are views.
+    """
+    if not agreement.unanimous and reducer.options.gradient_as_bucket_view:
+        raise RankMismatchError(
+            f"{', '.join(sorted(agreement.newcomers))} was replaced, cast or unfrozen on some ranks only, and its gradient lies in a "
+            "bucket that has been reduced already; change the parameters on every rank, between two steps"
+        )
+
+
+def _put_in_place(reducer: Reducer, reduction: Reduction, used: Sequence[bool], newcomers: Collection[str], *, void: bool) -> None:
+    if void:
+        return
+    somewhere = reduction.used_somewhere(used)
+    names = reducer.parameters.names
+    reduction.write_back([flag and name not in newcomers for flag, name in zip(somewhere, names, strict=True)] if newcomers else somewhere)
+    idle = reducer.record.averaged(reduction, reducer.parameters, used, somewhere)
+    if idle and reducer.warns_of_unused:
+        reducer.warns_of_unused = False
+        warnings.warn(
+            f"no rank used these parameters in this backward, so their gradients stay as they were: {', '.join(idle)}. "
+            "This is told once; find_unused_parameters=True says that it is meant",
+            stacklevel=2,
+        )
+
+
+def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collection[str], *, void: bool) -> None:
+    """Averages gradients that had no place in any bucket, in buckets of their own. Collective."""
+    order = [index for index, name in enumerate(present.names) if name in names]
+    if not order:
+        return
+    arrangement = Arrangement(present.managed, order, reducer.options.caps, reducer.communicator)
+    reduction = reducer.new_reduction(arrangement)
+    used = [p.grad is not None and not void for p in present.parameters]
+    while reduction.next < len(arrangement.buckets):
+        reduction.launch(used, void=void)
+    reduction.average_sparse(present.parameters, used)
+    _raise_for(reduction.wait(), reducer.communicator.rank)
+    if not void:
+        reduction.write_back(reduction.used_somewhere(used))
