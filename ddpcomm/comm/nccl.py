@@ -255,7 +255,8 @@ class NcclCommunicator(Communicator):
         self._check_open("check_order")
         position = self._order.position()
         try:
-            self._rendezvous.check_equal("the collectives issued", f"{position.count}, digest {position.digest:08x}, last {position.last}")
+            issued = f"{position.count}, the last {position.last}"
+            self._rendezvous.check_equal("the collectives issued", f"{position.count} {position.digest}", issued)
         except RankMismatchError as error:
             raise CollectiveMismatchError(str(error)) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +15,12 @@ from ddpcomm.comm.cuda_runtime import CudaRuntime, for_device
 from ddpcomm.comm.nccl_lane import settle
 from ddpcomm.comm.nccl_library import Handle, Nccl4pyLibrary, NcclLibrary, dotted
 from ddpcomm.comm.nccl_options import NcclOptions
-from ddpcomm.comm.rendezvous import Rendezvous
+from ddpcomm.comm.rendezvous import Distress, Rendezvous
 from ddpcomm.errors import CommunicationError, ConfigurationError, ConfigurationTypeError, TransportUnavailableError
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_LISTEN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,13 @@ def connect(rendezvous: Rendezvous, equipment: Equipment, limit: timedelta) -> l
     def identify() -> str:
         return " ".join(library.unique_id().hex() for _ in range(number)) if rendezvous.rank == 0 else ""
 
+    listen = _Listener(rendezvous)
+
     def start() -> list[Handle]:
         for identifier in map(bytes.fromhex, identifiers.split()):
             with runtime.on_device():
                 handles.append(library.start(rendezvous.world_size, rendezvous.rank, identifier, equipment.config))
-            settle(library, handles[-1], f"starting NCCL communicator {len(handles) - 1}", limit, lambda: False)
+            settle(library, handles[-1], f"starting NCCL communicator {len(handles) - 1}", limit, listen)
         return handles
 
     identifiers = rendezvous.from_first(_together(rendezvous, identify))
@@ -100,6 +104,21 @@ def connect(rendezvous: Rendezvous, equipment: Equipment, limit: timedelta) -> l
         raise
 
 
+class _Listener:
+    """Whether another rank has failed, asked of the store now and then."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._next = 0.0
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _LISTEN_SECONDS
+        return self._rendezvous.hear() is not None
+
+
 def _together(rendezvous: Rendezvous, function: Callable[[], _Result]) -> _Result:
     """Calls `function` on every rank; if it fails on any, raises on all: there the error itself, elsewhere one that quotes it."""
     error: Exception | None = None
@@ -108,7 +127,9 @@ def _together(rendezvous: Rendezvous, function: Callable[[], _Result]) -> _Resul
     except (ConfigurationError, ConfigurationTypeError) as refused:
         error = refused
     except CommunicationError as failed:
-        error = TransportUnavailableError(f"transport nccl can't be started on rank {rendezvous.rank}: {failed}")
+        rendezvous.cry(type(failed).__name__, str(failed))  # so that nobody goes on waiting within libnccl for this rank
+        first = rendezvous.hear() or Distress(rendezvous.rank, "", str(failed))
+        error = TransportUnavailableError(f"transport nccl can't be started on rank {first.rank}: {first.message}")
         error.__cause__ = failed
     worked, reason = rendezvous.minimum(int(error is None), f"rank {rendezvous.rank}: {error}")
     if error is not None:

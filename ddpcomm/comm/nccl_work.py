@@ -29,7 +29,7 @@ class NcclWork:
         blocking: `wait` blocks the caller too, as a barrier's must.
     """
 
-    __slots__ = ("_blocking", "_end", "_issued_on", "_limit", "_runtime", "_tensors", "_watchdog", "deadline", "operation")
+    __slots__ = ("_blocking", "_done", "_end", "_issued_on", "_limit", "_runtime", "_tensors", "_watchdog", "deadline", "operation")
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class NcclWork:
         self._runtime = runtime
         self._watchdog = watchdog
         self._blocking = blocking
+        self._done = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Makes the current stream wait; the caller goes on. With a `timeout` the caller, too, is blocked until the collective is done.
@@ -74,10 +75,10 @@ class NcclWork:
 
     def finished(self) -> bool:
         """Whether the device is done with it, or stopped by an abort; the tensors are let go then."""
-        if not self._runtime.is_complete(self._end):
-            return False
-        self._tensors = ()
-        return True
+        if not self._done and self._runtime.is_complete(self._end):
+            self._done = True
+            self._tensors = ()
+        return self._done
 
     def _block(self, limit: timedelta) -> None:
         deadline = time.monotonic() + limit.total_seconds()

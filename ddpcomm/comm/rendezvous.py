@@ -59,8 +59,8 @@ class Rendezvous:
 
     # ---- meetings: collective ---------------------------------------------------------------------------------------
 
-    def from_first(self, value: str | None) -> str:
-        """Rank 0's value, on every rank; the others pass None.
+    def from_first(self, value: str) -> str:
+        """Rank 0's value, on every rank; what the others pass is ignored.
 
         Raises:
             CollectiveTimeoutError: rank 0 did not come in time.
@@ -68,19 +68,20 @@ class Rendezvous:
         """
         key = self._next_key("from_first")
         if self.rank == 0:
-            self._ask("set", key, value or "")
+            self._ask("set", key, value)
         self._wait(key, "rank 0")
         return self._get(key)
 
-    def check_equal(self, what: str, value: str) -> None:
-        """Compares the ranks' values.
+    def check_equal(self, what: str, value: str, description: str = "") -> None:
+        """Compares the ranks' values. An error quotes their descriptions, or the values themselves.
 
         Raises:
             RankMismatchError: they differ; on every rank, with the same message.
             CollectiveTimeoutError, CommunicationError: as `from_first`.
         """
-        first = self.from_first(value if self.rank == 0 else None)
-        agree, reason = self.minimum(int(first == value), f"{what} of rank 0: {first}; of rank {self.rank}: {value}")
+        first, first_description = json.loads(self.from_first(json.dumps([value, description or value])))
+        reason = f"{what}. Rank 0: {first_description}; rank {self.rank}: {description or value}"
+        agree, reason = self.minimum(int(first == value), reason)
         if not agree:
             raise RankMismatchError(f"the ranks differ in {reason}. Make them equal on all ranks.")
 

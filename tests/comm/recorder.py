@@ -297,10 +297,10 @@ class AgreeableRendezvous(Rendezvous):
         super().__init__(HashStore(), 0, world_size, timedelta(seconds=5))
         self.objections: list[str] = []
 
-    def from_first(self, value: str | None) -> str:
-        return value or ""
+    def from_first(self, value: str) -> str:
+        return value
 
-    def check_equal(self, what: str, value: str) -> None:
+    def check_equal(self, what: str, value: str, description: str = "") -> None:
         return None
 
     def minimum(self, value: int, reason: str = "") -> tuple[int, str]:
