@@ -3,123 +3,55 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <memory>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
-#include "ddpcomm/copy.h"
+#include "ddpcomm/norm.h"
 #include "ddpcomm/unflatten.h"
-#include "tensor.h"
+#include "plan.h"
 
 namespace py = pybind11;
 
 namespace ddpcomm {
 namespace {
 
-// Work below this size keeps the interpreter's lock: handing it over can cost more than the copy.
-constexpr std::int64_t kReleaseLockBytes = 256 << 10;
-
-Isa isa_named(const std::string& name) {
-    for (Isa isa : available_isas()) {
-        if (name == isa_name(isa)) return isa;
-    }
-    throw std::invalid_argument("this processor can't run the instruction set " + name);
-}
-
-// A layout and the memory that its calls need, so that one call costs little besides the copy.
-class FlattenPlan {
+class FlattenPlan : public Plan {
   public:
-    FlattenPlan(std::shared_ptr<TensorReader> reader, std::vector<std::int64_t> numels, std::vector<std::int64_t> offsets,
-                std::int64_t total_numel, std::pair<int, int> dtype, const std::string& instruction_set)
-        : reader_(std::move(reader)),
-          layout_{std::move(numels), std::move(offsets), total_numel,
-                  Dtype{static_cast<std::uint8_t>(dtype.first), static_cast<std::uint8_t>(dtype.second)}},
-          isa_(instruction_set.empty() ? available_isas().front() : isa_named(instruction_set)) {
-        layout_.check();
-    }
+    using Plan::Plan;
 
-    void flatten(py::handle tensors, py::handle out, double scale, int threads) {
+    void flatten(py::handle tensors, py::handle out, double scale, int threads, bool accumulate) const {
         void* const buffer = read_buffer(out);
-        const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, true);
-        run([&] { ddpcomm::flatten(layout_, pieces.data(), buffer, scale, {threads, isa_}); });
+        const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, Direction::kIntoBuffer, accumulate);
+        run([&] { ddpcomm::flatten(layout_, pieces.data(), buffer, scale, accumulate, execution(threads)); });
     }
 
-    void unflatten(py::handle flat, py::handle tensors, double scale, int threads) {
+    void unflatten(py::handle flat, py::handle tensors, double scale, int threads) const {
         const void* const buffer = read_buffer(flat);
-        const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, false);
-        run([&] { ddpcomm::unflatten(layout_, buffer, pieces.data(), scale, {threads, isa_}); });
+        const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, Direction::kOutOfBuffer, false);
+        run([&] { ddpcomm::unflatten(layout_, buffer, pieces.data(), scale, execution(threads)); });
+    }
+
+    py::tuple unflatten_with_norm(py::handle flat, py::handle tensors, double scale, int threads) const {
+        const void* const buffer = read_buffer(flat);
+        const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, Direction::kOutOfBuffer, false);
+        for (const Piece& piece : pieces) {
+            if (piece.data) check_has_norm(piece.dtype);
+        }
+        return result(run([&] { return ddpcomm::unflatten_with_norm(layout_, buffer, pieces.data(), scale, execution(threads)); }));
+    }
+
+    py::tuple norm(py::handle flat, int threads) const {
+        const void* const buffer = read_buffer(flat);
+        check_has_norm(layout_.dtype);
+        return result(run([&] { return ddpcomm::norm(layout_, buffer, execution(threads)); }));
     }
 
   private:
-    std::int64_t total_bytes() const { return layout_.total_numel * static_cast<std::int64_t>(layout_.dtype.bytes()); }
-
-    template <class Work>
-    void run(Work work) {
-        if (total_bytes() < kReleaseLockBytes) {
-            work();
-        } else {
-            const py::gil_scoped_release unlocked;
-            work();
-        }
+    static void check_has_norm(Dtype dtype) {
+        const int index = float_index(dtype);
+        if (index < 0 || index >= kWideTypes) throw py::type_error("a norm is taken of float32, float64, bfloat16 and float16 only");
     }
 
-    void* read_buffer(py::handle tensor) const {
-        const TensorView view = reader_->read(tensor.ptr());
-        if (!view.on_cpu) throw std::invalid_argument("the buffer is not on the CPU");
-        if (view.dtype != layout_.dtype) throw py::type_error("the buffer's dtype is not the one that the layout was made for");
-        if (view.numel != layout_.total_numel) {
-            throw std::invalid_argument("the buffer has " + std::to_string(view.numel) + " elements, the layout " +
-                                        std::to_string(layout_.total_numel));
-        }
-        if (!view.dense) throw std::invalid_argument("the buffer is not contiguous");
-        return view.data;
-    }
-
-    std::vector<Piece> read_pieces(py::handle tensors, const void* buffer, double scale, bool into_buffer) const {
-        const auto sequence = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "tensors must be a sequence"));
-        if (!sequence) throw py::error_already_set();
-        const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence.ptr()));
-        if (count != layout_.count()) {
-            throw std::invalid_argument("there are " + std::to_string(count) + " tensors, the layout has " +
-                                        std::to_string(layout_.count()));
-        }
-        PyObject** const items = PySequence_Fast_ITEMS(sequence.ptr());
-        std::vector<Piece> pieces(count);
-        for (std::size_t i = 0; i < count; ++i) {
-            if (items[i] == Py_None) continue;
-            const TensorView view = reader_->read(items[i]);
-            check_piece(i, view, buffer, scale, into_buffer);
-            if (view.numel > 0) pieces[i] = {view.data, view.dtype};
-        }
-        return pieces;
-    }
-
-    void check_piece(std::size_t i, const TensorView& view, const void* buffer, double scale, bool into_buffer) const {
-        const auto fail = [i](const std::string& what) { return "tensor " + std::to_string(i) + " " + what; };
-        if (!view.on_cpu) throw std::invalid_argument(fail("is not on the CPU"));
-        if (view.numel != layout_.numels[i]) {
-            throw std::invalid_argument(
-                fail("has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(layout_.numels[i])));
-        }
-        if (!view.dense) throw std::invalid_argument(fail("is not dense in memory; make it contiguous first"));
-        const Dtype from = into_buffer ? view.dtype : layout_.dtype;
-        const Dtype to = into_buffer ? layout_.dtype : view.dtype;
-        if (!Copier::supports(from, to, scale)) {
-            throw py::type_error(
-                fail(from == to ? "has a dtype that can't be scaled" : "has a dtype that can't be cast to or from the buffer's"));
-        }
-        const char* const begin = static_cast<const char*>(view.data);
-        const char* const flat = static_cast<const char*>(buffer);
-        const bool overlaps = begin < flat + total_bytes() && flat < begin + view.numel * static_cast<std::int64_t>(view.dtype.bytes());
-        const bool in_place = from == to && begin == flat + layout_.offsets[i] * static_cast<std::int64_t>(from.bytes());
-        if (view.numel > 0 && overlaps && !in_place)
-            throw std::invalid_argument(fail("overlaps the buffer, but not at its own place in it"));
-    }
-
-    std::shared_ptr<TensorReader> reader_;
-    Layout layout_;
-    Isa isa_;
+    static py::tuple result(Norm norm) { return py::make_tuple(norm.sum_of_squares, norm.nonfinite); }
 };
 
 }  // namespace
@@ -133,6 +65,11 @@ void bind_flatten(py::module_& module) {
                       std::pair<int, int>, std::string>(),
              py::arg("reader"), py::arg("numels"), py::arg("offsets"), py::arg("total_numel"), py::arg("dtype"),
              py::arg("instruction_set") = "")
-        .def("flatten", &FlattenPlan::flatten, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("threads"))
-        .def("unflatten", &FlattenPlan::unflatten, py::arg("flat"), py::arg("tensors"), py::arg("scale"), py::arg("threads"));
+        .def("flatten", &FlattenPlan::flatten, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("threads"),
+             py::arg("accumulate") = false)
+        .def("unflatten", &FlattenPlan::unflatten, py::arg("flat"), py::arg("tensors"), py::arg("scale"), py::arg("threads"))
+        .def("unflatten_with_norm", &FlattenPlan::unflatten_with_norm, py::arg("flat"), py::arg("tensors"), py::arg("scale"),
+             py::arg("threads"), "Returns (sum of squares, non-finite values) of what was written.")
+        .def("norm", &FlattenPlan::norm, py::arg("flat"), py::arg("threads"),
+             "Returns (sum of squares, non-finite values) of the tensors.");
 }

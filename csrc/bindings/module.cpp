@@ -6,6 +6,7 @@ namespace py = pybind11;
 void bind_isa(py::module_& module);
 void bind_tensor(py::module_& module);
 void bind_flatten(py::module_& module);
+void bind_quantise(py::module_& module);
 void bind_shared_memory(py::module_& module);
 
 PYBIND11_MODULE(_native, module) {
@@ -13,5 +14,6 @@ PYBIND11_MODULE(_native, module) {
     bind_isa(module);
     bind_tensor(module);
     bind_flatten(module);
+    bind_quantise(module);
     bind_shared_memory(module);
 }

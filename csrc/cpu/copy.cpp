@@ -1,6 +1,5 @@
 #include "ddpcomm/copy.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace ddpcomm {
@@ -13,49 +12,44 @@ Dtype real_type(Dtype dtype) {
     return dtype;
 }
 
-// Converted results that are to bypass the caches are put together here first; it stays in the first-level cache.
-constexpr std::size_t kStagingBytes = 4096;
+bool is_wide(Dtype dtype) { return float_index(dtype) >= 0 && float_index(dtype) < kWideTypes; }
 
 }  // namespace
 
-bool Copier::supports(Dtype from, Dtype to, double scale) {
-    if (from == to && (scale == 1.0 || real_type(from) != from)) return true;
-    return float_type_index(from) >= 0 && float_type_index(to) >= 0;
+bool Copier::supports(Dtype from, Dtype to, double scale, bool accumulate) {
+    if (from == to && scale == 1.0 && !accumulate) return true;
+    if (from == to && real_type(from) != from) return true;
+    if (accumulate) return is_wide(from) && is_wide(to);
+    return float_index(from) >= 0 && float_index(to) >= 0;
 }
 
-Copier::Copier(Dtype from, Dtype to, double scale, bool stream, Isa isa) : scale_(scale) {
-    const ConvertTable& table = convert_table(isa);
-    if (from != to || scale != 1.0) {
-        from = real_type(from);
-        const std::size_t parts = to.bytes() / real_type(to).bytes();
-        to = real_type(to);
-        convert_ = table.convert[float_type_index(from)][float_type_index(to)];
-        parts_ = parts;
+Copier::Copier(Dtype from, Dtype to, double scale, Write write, Isa isa) : scale_(scale), element_bytes_(to.bytes()) {
+    const KernelTable& table = kernel_table(isa);
+    if (from == to && scale == 1.0 && write != Write::kAccumulate) {
+        if (write == Write::kStreamed) stream_ = table.stream;
+        return;
     }
-    from_bytes_ = from.bytes();
-    to_bytes_ = to.bytes();
-    if (stream) stream_ = table.stream;
+    parts_ = to.bytes() / real_type(to).bytes();
+    const int row = float_index(real_type(from)), column = float_index(real_type(to));
+    if (write == Write::kAccumulate) {
+        convert_ = table.accumulate[row][column];
+    } else if (write == Write::kStreamed && row < kWideTypes && column < kWideTypes) {
+        convert_ = table.streamed[row][column];
+    } else {
+        convert_ = table.convert[row][column];
+    }
 }
 
 void Copier::operator()(const char* from, char* to, std::int64_t count) const {
-    const std::size_t elements = static_cast<std::size_t>(count) * parts_;
-    if (!convert_) {
-        if (from == to) return;
-        if (stream_) {
-            stream_(from, to, elements * to_bytes_);
-        } else {
-            std::memcpy(to, from, elements * to_bytes_);
-        }
-    } else if (!stream_) {
-        convert_(from, to, elements, scale_);
+    const auto elements = static_cast<std::size_t>(count);
+    if (convert_) {
+        convert_(from, to, elements * parts_, scale_);
+    } else if (from == to) {
+        return;
+    } else if (stream_) {
+        stream_(from, to, elements * element_bytes_);
     } else {
-        alignas(64) char staging[kStagingBytes];
-        const std::size_t step = kStagingBytes / to_bytes_;
-        for (std::size_t i = 0; i < elements; i += step) {
-            const std::size_t now = std::min(step, elements - i);
-            convert_(from + i * from_bytes_, staging, now, scale_);
-            stream_(staging, to + i * to_bytes_, now * to_bytes_);
-        }
+        std::memcpy(to, from, elements * element_bytes_);
     }
 }
 

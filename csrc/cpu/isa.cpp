@@ -7,7 +7,7 @@ const std::vector<Isa>& available_isas() {
         std::vector<Isa> found;
 #if defined(__x86_64__)
         __builtin_cpu_init();
-        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
         if (avx512) found.push_back(Isa::kAvx512);

@@ -4,26 +4,32 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ddpcomm/convert.h"
+#include "ddpcomm/kernel_table.h"
 
 namespace ddpcomm {
+
+enum class Write {
+    kPlain,
+    kStreamed,    // past the caches, where that is made for the types
+    kAccumulate,  // adds to what is there
+};
 
 // Chooses once per pair of types; then each stretch is one call.
 class Copier {
   public:
-    // stream: results bypass the caches. Supported pairs: see `supports`.
-    Copier(Dtype from, Dtype to, double scale, bool stream, Isa isa);
+    Copier(Dtype from, Dtype to, double scale, Write write, Isa isa);
 
     void operator()(const char* from, char* to, std::int64_t count) const;
 
-    // Between any two of float32, float64, bfloat16 and float16; complex to the same complex; any type to itself when scale is 1.
-    static bool supports(Dtype from, Dtype to, double scale);
+    // Between any two of float32, float64, bfloat16, float16 and (not accumulating) the two of 8 bits; complex64 and complex128 to
+    // themselves; any type to itself when scale is 1 and nothing is accumulated.
+    static bool supports(Dtype from, Dtype to, double scale, bool accumulate);
 
   private:
     ConvertFunction convert_ = nullptr;  // null: bits are copied as they are
-    StreamFunction stream_ = nullptr;    // null: ordinary stores
+    StreamFunction stream_ = nullptr;    // null: by memcpy
     double scale_;
-    std::size_t from_bytes_, to_bytes_;
+    std::size_t element_bytes_;
     std::size_t parts_ = 1;  // real numbers in one element
 };
 
