@@ -45,11 +45,14 @@ Isa isa_named(const std::string& name) {
 }
 
 std::unique_ptr<Channel> make_channel(std::shared_ptr<Arena> arena, int rank, const std::vector<std::shared_ptr<Segment>>& segments,
-                                      const std::vector<std::vector<int>>& watched, std::size_t channel, std::size_t piece_bytes,
-                                      std::size_t small_bytes, std::size_t stream_bytes, double spin_seconds, const std::string& isa) {
-    if (channel >= kChannels) throw std::invalid_argument("no such channel");
+                                      const std::vector<int>& names, const std::vector<std::vector<int>>& watched, std::size_t channel,
+                                      std::size_t piece_bytes, std::size_t small_bytes, std::size_t stream_bytes, double spin_seconds,
+                                      const std::string& isa) {
+    if (channel >= kChannels || names.size() != segments.size() || watched.size() != segments.size()) {
+        throw std::invalid_argument("no such channel, or lists of different lengths");
+    }
     std::vector<Peer> peers;
-    for (std::size_t i = 0; i < segments.size(); ++i) peers.push_back({segments[i], watched[i]});
+    for (std::size_t i = 0; i < segments.size(); ++i) peers.push_back({segments[i], names[i], watched[i]});
     peers.at(static_cast<std::size_t>(rank)).segment = std::shared_ptr<Segment>(arena, &arena->segment());
     const ChannelSettings settings{{piece_bytes, small_bytes, stream_bytes, isa_named(isa)},
                                    std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(spin_seconds))};
@@ -117,11 +120,12 @@ void bind_shared_memory(py::module_& module) {
         .value("PEER_LOST", FailureKind::kPeerLost)
         .value("PEER_CLOSED", FailureKind::kPeerClosed)
         .value("CLOSED", FailureKind::kClosed)
-        .value("MEMORY", FailureKind::kMemory);
+        .value("OTHER", FailureKind::kOther);
 
     py::class_<Channel>(module, "SharedMemoryChannel", "A sequence of collective calls.")
-        .def(py::init(&make_channel), py::arg("arena"), py::arg("rank"), py::arg("segments"), py::arg("watched"), py::arg("channel"),
-             py::arg("piece_bytes"), py::arg("small_bytes"), py::arg("stream_bytes"), py::arg("spin_seconds"), py::arg("isa"))
+        .def(py::init(&make_channel), py::arg("arena"), py::arg("rank"), py::arg("segments"), py::arg("names"), py::arg("watched"),
+             py::arg("channel"), py::arg("piece_bytes"), py::arg("small_bytes"), py::arg("stream_bytes"), py::arg("spin_seconds"),
+             py::arg("isa"))
         .def("start", &start)
         .def("wait",
              [](Channel& channel, std::uint64_t number, double seconds) {
@@ -145,6 +149,7 @@ void bind_shared_memory(py::module_& module) {
                  const Failure failure = channel.failure();
                  return py::make_tuple(failure.kind, failure.ranks, std::string(failure.message));
              })
+        .def("abort", &Channel::abort, py::call_guard<py::gil_scoped_release>())
         .def("close", &Channel::close, py::call_guard<py::gil_scoped_release>());
 
     module.def("shared_memory_reduce", &reduce, "One pass of the reduction loops, for tests and benchmarks.");

@@ -44,8 +44,9 @@ std::uint64_t Channel::start(const CallArguments& arguments) {
     try {
         take_buffers(next);
     } catch (const std::system_error& error) {
-        fail(FailureKind::kMemory, 0,
-             "rank " + std::to_string(peers_.rank()) + " has no shared memory left for " + next.describe() + ": " + error.what());
+        fail(FailureKind::kOther, 0,
+             "rank " + std::to_string(peers_.name(peers_.rank())) + " has no shared memory left for " + next.describe(peers_) + ": " +
+                 error.what());
         return 0;
     }
     next.post(peers_);
@@ -168,8 +169,9 @@ void Channel::look_for_failures() {
         } else if (state == RankState::kClosed && (awaited() >> rank & 1) != 0) {
             // Read after the state: what the rank did before it closed is seen.
             fail(FailureKind::kPeerClosed, std::uint64_t{1} << rank,
-                 "rank " + std::to_string(rank) + " has closed its communicator, but rank " + std::to_string(peers_.rank()) +
-                     " waits for it in " + call(run_ < last_ ? run_ + 1 : finished_ + 1).describe());
+                 "rank " + std::to_string(peers_.name(rank)) + " has closed its communicator, but rank " +
+                     std::to_string(peers_.name(peers_.rank())) + " waits for it in " +
+                     call(run_ < last_ ? run_ + 1 : finished_ + 1).describe(peers_));
         }
     }
 }
@@ -183,8 +185,8 @@ void Channel::look_for_the_dead() {
         advance();  // with what it did before it died
         if ((awaited() >> rank & 1) == 0) continue;
         fail(FailureKind::kPeerLost, std::uint64_t{1} << rank,
-             "rank " + std::to_string(rank) + " has died; rank " + std::to_string(peers_.rank()) + " found this in " +
-                 call(run_ < last_ ? run_ + 1 : finished_ + 1).describe());
+             "rank " + std::to_string(peers_.name(rank)) + " has died; rank " + std::to_string(peers_.name(peers_.rank())) +
+                 " found this in " + call(run_ < last_ ? run_ + 1 : finished_ + 1).describe(peers_));
     }
 }
 
@@ -192,9 +194,9 @@ void Channel::fail_after_timeout(Clock::duration limit) {
     const std::uint64_t ranks = awaited();
     Call& oldest = call(run_ < last_ ? run_ + 1 : finished_ + 1);
     std::ostringstream text;
-    text << oldest.describe() << ", call " << oldest.number() << ", did not end within " << std::chrono::duration<double>(limit).count()
-         << " s on rank " << peers_.rank() << ": " << describe_ranks(ranks)
-         << (oldest.planned() ? " called it but did not do their part" : " did not call it");
+    text << oldest.describe(peers_) << ", call " << oldest.number() << ", did not end within "
+         << std::chrono::duration<double>(limit).count() << " s on rank " << peers_.name(peers_.rank()) << ": "
+         << describe_ranks(ranks, peers_) << (oldest.planned() ? " called it but did not do their part" : " did not call it");
     fail(FailureKind::kTimeout, ranks, text.str());
 }
 
@@ -215,6 +217,11 @@ void Channel::fail(FailureKind kind, std::uint64_t ranks, const std::string& mes
 Failure Channel::failure() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return peers_.own().failure;
+}
+
+void Channel::abort(FailureKind kind, std::uint64_t ranks, const std::string& message) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fail(kind, ranks, message);
 }
 
 void Channel::close() {

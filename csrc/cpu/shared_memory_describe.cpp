@@ -37,11 +37,11 @@ std::string dtype_name(Dtype dtype) {
 }
 
 template <class Arguments>
-std::string describe_arguments(const Arguments& call) {
+std::string describe_arguments(const Arguments& call, const Peers& peers) {
     std::ostringstream text;
     text << kind_name(call.kind) << "(";
     if (call.kind == CollectiveKind::kAllReduce || call.kind == CollectiveKind::kReduceScatter) text << op_name(call.op) << ", ";
-    if (call.kind == CollectiveKind::kBroadcast) text << "from rank " << call.source << ", ";
+    if (call.kind == CollectiveKind::kBroadcast) text << "from rank " << peers.name(call.source) << ", ";
     if (call.kind != CollectiveKind::kBarrier) {
         text << call.numel << " x " << dtype_name(call.dtype) << ", " << call.numel * call.dtype.bytes() << " bytes";
         if (call.tag != 0) text << ", tag " << call.tag;
@@ -59,19 +59,19 @@ std::string rank_list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-std::string describe_ranks(std::uint64_t ranks) {
+std::string describe_ranks(std::uint64_t ranks, const Peers& peers) {
     std::vector<int> list;
-    for (int rank = 0; rank < 64; ++rank) {
-        if ((ranks >> rank & 1) != 0) list.push_back(rank);
+    for (int rank = 0; rank < peers.count() && rank < 64; ++rank) {
+        if ((ranks >> rank & 1) != 0) list.push_back(peers.name(rank));
     }
     return rank_list(list);
 }
 
-std::string Call::describe() const { return describe_arguments(arguments_); }
+std::string Call::describe(const Peers& peers) const { return describe_arguments(arguments_, peers); }
 
 std::string Call::describe_all(const Peers& peers) const {
     std::map<std::string, std::vector<int>> by_call;
-    for (int rank = 0; rank < ranks_; ++rank) by_call[describe_arguments(descriptor(peers, rank))].push_back(rank);
+    for (int rank = 0; rank < ranks_; ++rank) by_call[describe_arguments(descriptor(peers, rank), peers)].push_back(peers.name(rank));
     std::ostringstream text;
     for (const auto& [call, ranks] : by_call) text << (text.tellp() > 0 ? "; " : "") << rank_list(ranks) << " called " << call;
     return text.str();

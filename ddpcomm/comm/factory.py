@@ -143,7 +143,7 @@ def _device(group: dist.ProcessGroup, device: torch.device | str | int | None) -
     else:
         kinds = {kind.type for kind in group._device_types}
         found = torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
-    if found.type == "cuda" and found.index is None:
+    if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return found
 

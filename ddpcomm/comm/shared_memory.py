@@ -133,6 +133,7 @@ class SharedMemoryCommunicator(Communicator):
             segments.arena,
             segments.position,
             segments.segments,
+            segments.ranks,
             segments.watched,
             channel,
             settings.piece_bytes,
@@ -205,9 +206,22 @@ class SharedMemoryCommunicator(Communicator):
         self._channel.progress()
         return self._channel.is_finished(number)
 
+    def give_up(self, error: CommunicationError) -> None:
+        """Fails this communicator on all ranks, because of an error elsewhere. Not collective; the first failure counts."""
+        kind, ranks = _FAILURE.OTHER, 0
+        if isinstance(error, PeerLostError):
+            kind = _FAILURE.PEER_LOST
+            if error.lost_rank in self.segments.ranks:
+                ranks = 1 << self.segments.ranks.index(error.lost_rank)
+        elif isinstance(error, CollectiveTimeoutError):
+            kind = _FAILURE.TIMEOUT
+        elif isinstance(error, CollectiveMismatchError):
+            kind = _FAILURE.MISMATCH
+        self._channel.abort(kind, ranks, str(error))
+
     def _raise_failure(self) -> NoReturn:
         kind, ranks, message = self._channel.failure()
-        which = [rank for rank in range(self.world_size) if ranks >> rank & 1]
+        which = [name for rank, name in enumerate(self.segments.ranks) if ranks >> rank & 1]
         ended = f"{message}. This communicator can't be used any further."
         if kind == _FAILURE.MISMATCH:
             raise CollectiveMismatchError(f"{ended} All ranks must make the same calls in the same order.")

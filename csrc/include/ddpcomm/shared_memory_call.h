@@ -73,7 +73,7 @@ class Call {
     std::uint64_t unfinished(const Peers& peers) const;
 
     // Such as "all_reduce(sum, 10 x float32, 40 bytes)".
-    std::string describe() const;
+    std::string describe(const Peers& peers) const;
     // What each rank called; only once all have posted.
     std::string describe_all(const Peers& peers) const;
 

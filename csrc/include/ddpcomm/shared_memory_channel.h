@@ -45,6 +45,9 @@ class Channel {
     bool failed() const { return failed_.load(std::memory_order_acquire); }
     Failure failure() const;
 
+    // Fails this channel, and with it those of the peers, for a reason from outside.
+    void abort(FailureKind kind, std::uint64_t ranks, const std::string& message);
+
     // Not collective. Calls under way are given up, which the peers that need this rank are told.
     void close();
 

@@ -37,7 +37,7 @@ using Mark = std::uint64_t;
 inline constexpr Mark kPieces = Mark{1} << 24;
 
 enum class RankState : std::uint32_t { kOpen, kFailed, kClosed };
-enum class FailureKind : std::uint32_t { kNone, kMismatch, kTimeout, kPeerLost, kPeerClosed, kClosed, kMemory };
+enum class FailureKind : std::uint32_t { kNone, kMismatch, kTimeout, kPeerLost, kPeerClosed, kClosed, kOther };
 
 inline constexpr std::size_t kMessageBytes = 2048;
 

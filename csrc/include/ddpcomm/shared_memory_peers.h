@@ -16,6 +16,7 @@ using Clock = std::chrono::steady_clock;
 // What a rank needs of each other rank.
 struct Peer {
     std::shared_ptr<Segment> segment;  // of this rank itself: its own
+    int name;                          // its number in error messages, where that is not its place among the ranks of the host
     std::vector<int> watched;          // files that become readable, or hang up, when the peer's process ends; empty for this rank itself
 };
 
@@ -28,6 +29,7 @@ class Peers {
     static std::size_t reserved_bytes();
 
     int rank() const { return rank_; }
+    int name(int rank) const { return peers_[static_cast<std::size_t>(rank)].name; }
     int count() const { return static_cast<int>(peers_.size()); }
     char* memory(int rank) const { return peers_[static_cast<std::size_t>(rank)].segment->data(); }
     ControlBlock& control(int rank) const { return *controls_[static_cast<std::size_t>(rank)]; }
