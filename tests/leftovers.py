@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -21,7 +22,8 @@ class Leftovers:
     def find(self, patience_seconds: float = 5.0) -> list[str]:
         """One line for each new child process and shared-memory file that is still there after a while.
 
-        A file may belong to another session on this machine, whose segments are short-lived: hence the wait.
+        A file that a process outside this session maps is that process's. One that nobody maps may still be about to be mapped, or
+        removed, by such a process: hence the wait.
         """
         deadline = time.monotonic() + patience_seconds
         while (found := self._find_now()) and time.monotonic() < deadline:
@@ -30,7 +32,8 @@ class Leftovers:
 
     def _find_now(self) -> list[str]:
         processes = [f"process {process.pid}: {name}" for process, name in _children().items() if process not in self._children]
-        files = [f"file {SHARED_MEMORY / name}" for name in sorted(_shared_memory_files() - self._files)]
+        new = _shared_memory_files() - self._files
+        files = [f"file {SHARED_MEMORY / name}" for name in sorted(new - _mapped_elsewhere() if new else new)]
         return processes + files
 
 
@@ -55,4 +58,17 @@ def _shared_memory_files() -> set[str]:
                 found.add(entry.name)
         except FileNotFoundError:
             continue
+    return found
+
+
+def _mapped_elsewhere() -> set[str]:
+    """Files in /dev/shm that some process outside this session maps, as far as this user may know."""
+    own = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) in own:
+            continue
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            found |= {line.rpartition(f"{SHARED_MEMORY}/")[2] for line in lines if f" {SHARED_MEMORY}/" in line}
     return found

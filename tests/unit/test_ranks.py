@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import get_context
+from pathlib import Path
 
 import psutil
 import pytest
@@ -221,10 +222,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("ending", ["killed", "forgotten"])
-def test_no_rank_outlives_the_parent(ending: str, tmp_path: object) -> None:
-    script = f"{tmp_path}/abandoned.py"
-    with open(script, "w") as file:
-        file.write(ABANDONED)
+def test_no_rank_outlives_the_parent(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "abandoned.py"
+    script.write_text(ABANDONED)
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen([sys.executable, script, ending], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
@@ -250,3 +250,39 @@ def test_leftovers_are_found() -> None:
             process.kill()
             path.unlink()
     assert f"process {process.pid}" not in "\n".join(leftovers.find(patience_seconds=0))
+
+
+MAPS_A_FILE = """
+import mmap, pathlib, subprocess, sys, time
+if sys.argv[1] == "parent":
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    orphan = subprocess.Popen([sys.executable, __file__, "child", sys.argv[2]], start_new_session=True, **silent)
+    print(orphan.pid)
+else:
+    with open(sys.argv[2], "w+b") as file:
+        file.write(bytes(4096))
+        file.flush()
+        mapping = mmap.mmap(file.fileno(), 4096)
+    time.sleep(600)
+"""
+
+
+def test_what_other_sessions_map_is_theirs(tmp_path: Path) -> None:
+    script = tmp_path / "maps_a_file.py"
+    script.write_text(MAPS_A_FILE)
+    leftovers = Leftovers()
+    path = SHARED_MEMORY / f"ranks-test-elsewhere-{os.getpid()}"
+    parent = subprocess.run([sys.executable, script, "parent", path], check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    orphan = psutil.Process(int(parent.stdout))  # no longer a child of this process
+    try:
+        while not path.exists() or path.stat().st_size == 0:
+            time.sleep(0.01)
+        deadline = time.monotonic() + 20
+        while (found := leftovers.find(patience_seconds=0)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert str(path) not in "\n".join(found)
+    finally:
+        orphan.kill()
+        orphan.wait(20)
+    assert str(path) in "\n".join(leftovers.find(patience_seconds=0))
+    path.unlink()
