@@ -29,8 +29,46 @@ class FlattenPlan:
         dtype: tuple[int, int],
         instruction_set: str = "",
     ) -> None: ...
-    def flatten(self, tensors: Sequence[torch.Tensor | None], out: torch.Tensor, scale: float, threads: int) -> None: ...
+    def flatten(
+        self, tensors: Sequence[torch.Tensor | None], out: torch.Tensor, scale: float, threads: int, accumulate: bool = False
+    ) -> None: ...
     def unflatten(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None], scale: float, threads: int) -> None: ...
+    def unflatten_with_norm(
+        self, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None], scale: float, threads: int
+    ) -> tuple[float, int]: ...
+    def norm(self, flat: torch.Tensor, threads: int) -> tuple[float, int]: ...
+
+# ---- quantise ----
+
+class QuantisePlan:
+    def __init__(
+        self,
+        reader: TensorReader,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        total_numel: int,
+        code: str,
+        instruction_set: str = "",
+    ) -> None: ...
+    def quantise(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        residual: torch.Tensor | None,
+        scale: float,
+        threads: int,
+    ) -> None: ...
+    def dequantise(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        scale: float,
+        accumulate: bool,
+        threads: int,
+    ) -> None: ...
+
 
 # ---- shared_memory ----
 

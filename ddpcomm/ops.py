@@ -1,4 +1,4 @@
-"""flatten and unflatten: many tensors to one buffer and back, with scale and cast, in one pass over the bytes.
+"""flatten, unflatten, norm, quantise: between many tensors and one buffer, each in one pass over the bytes.
 
 Arithmetic, the same bits in every implementation: a value is taken to the compute type (float64 if either side is float64, else float32),
 multiplied by the scale in that type, and rounded to the result's type, ties to even. Where both sides have one dtype and the scale is 1,
@@ -7,6 +7,8 @@ bits are copied. See kernels/reference.py.
 **Order of elements.** A tensor whose elements fill a stretch of memory without gap or overlap (contiguous, channels_last, transposed: any
 dense strides) is taken in the order of its memory, not of its indices. So flatten followed by unflatten restores tensors exactly if they
 have the same strides. Any other tensor is taken in the order of its indices, by way of a contiguous copy.
+
+A caller that does the same many times makes a plan once: `FlattenPlan`, `QuantisePlan`.
 """
 
 from __future__ import annotations
@@ -16,44 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddpcomm import _native, env
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
-from ddpcomm.kernels import reference
+from ddpcomm.kernels.reference import QUANTISED_BLOCK
+from ddpcomm.plans import FlattenPlan, QuantisePlan, choose, implementations
 
-_OPERATIONS = ("flatten", "unflatten")
-
-# DLPack's (code, bits) of each dtype.
-_DTYPES: dict[torch.dtype, tuple[int, int]] = {
-    torch.int8: (0, 8),
-    torch.int16: (0, 16),
-    torch.int32: (0, 32),
-    torch.int64: (0, 64),
-    torch.uint8: (1, 8),
-    torch.uint16: (1, 16),
-    torch.uint32: (1, 32),
-    torch.uint64: (1, 64),
-    torch.float16: (2, 16),
-    torch.float32: (2, 32),
-    torch.float64: (2, 64),
-    torch.bfloat16: (4, 16),
-    torch.complex32: (5, 32),
-    torch.complex64: (5, 64),
-    torch.complex128: (5, 128),
-    torch.bool: (6, 8),
-    torch.float8_e4m3fn: (10, 8),
-    torch.float8_e5m2: (12, 8),
-}
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_COMPLEX = (torch.complex64, torch.complex128)
-
-_reader = _native.TensorReader(Tensor, _DTYPES)
-
-
-def implementations(op: str, device: torch.device | str) -> tuple[str, ...]:
-    """Names of the implementations of `op` ("flatten" or "unflatten") that can run on `device`, fastest first."""
-    if op not in _OPERATIONS:
-        raise ConfigurationError(f"implementations: op must be one of {', '.join(_OPERATIONS)}, got {op!r}")
-    return ("native", "torch") if torch.device(device).type == "cpu" else ("torch",)
+__all__ = ["FlattenPlan", "QuantisePlan", "dequantise", "flatten", "implementations", "norm", "quantise", "unflatten"]
 
 
 def flatten(
@@ -62,24 +31,26 @@ def flatten(
     scale: float = 1.0,
     offsets: Sequence[int] | None = None,
     implementation: str | None = None,
+    *,
+    accumulate: bool = False,
 ) -> None:
     """Copies `tensors`, times `scale` and cast to `out`'s dtype, to their places in `out`. What no tensor covers becomes zero.
 
     Args:
-        tensors: any number, of any floating-point dtypes (float32, float64, bfloat16, float16) or, uncast, of `out`'s own dtype. Taken
-            without gradients. With `offsets` an entry may be None: it covers nothing.
+        tensors: any number, of any floating-point dtypes (float32, float64, bfloat16, float16, float8_e4m3fn, float8_e5m2) or, uncast, of
+            `out`'s own dtype. Taken without gradients. With `offsets` an entry may be None: it covers nothing.
         out: one-dimensional, contiguous. A tensor may lie in `out` at its own place, in `out`'s dtype; no other overlap is allowed.
         scale: factor; other than 1 only for floating-point and complex dtypes.
         offsets: each tensor's first element in `out`, ascending; None means packed one after another.
-        implementation: one of `implementations("flatten", out.device)`; None means DDPCOMM_IMPLEMENTATION, else the fastest.
+        implementation: one of `implementations("flatten", out.device)`; None means DDPCOMM_IMPLEMENTATION, else the best.
+        accumulate: adds to what is in `out` instead, and leaves alone what no tensor covers. Not for 8-bit floats.
 
     Raises:
         ConfigurationError, ConfigurationTypeError: the arguments can't be served; nothing was written.
     """
     _check_buffer("flatten", "out", out)
-    entries = [_readable("flatten", i, tensor, offsets is not None, out) for i, tensor in enumerate(tensors)]
-    plan = _plan_for("flatten", entries, out, offsets, implementation)
-    plan.flatten(entries, out, scale)
+    entries = _readable("flatten", tensors, offsets is not None, out.device)
+    _flatten_plan("flatten", entries, out, offsets, implementation).flatten(entries, out, scale, accumulate)
 
 
 def unflatten(
@@ -88,151 +59,126 @@ def unflatten(
     scale: float = 1.0,
     offsets: Sequence[int] | None = None,
     implementation: str | None = None,
+    *,
+    statistics: Tensor | None = None,
 ) -> None:
     """The reverse of `flatten`: fills `tensors` from their places in `flat`, times `scale` and cast to each tensor's dtype.
 
     Arguments, order of elements and errors as for `flatten`. Entries that are None are skipped.
-    """
-    _check_buffer("unflatten", "flat", flat)
-    written = [_readable("unflatten", i, tensor, offsets is not None, flat) for i, tensor in enumerate(tensors)]
-    for i, (entry, tensor) in enumerate(zip(written, tensors, strict=True)):
-        if entry is not None and tensor is not None and entry.data_ptr() != tensor.data_ptr() and _overlaps_itself(tensor):
-            raise ConfigurationError(f"unflatten: several elements of tensor {i} share one place in memory; clone it first")
-    plan = _plan_for("unflatten", written, flat, offsets, implementation)
-    plan.unflatten(flat, written, scale)
-    with torch.no_grad():
-        for entry, tensor in zip(written, tensors, strict=True):
-            if entry is not None and tensor is not None and entry.data_ptr() != tensor.data_ptr():
-                tensor.copy_(entry)
-
-
-class FlattenPlan:
-    """`flatten` and `unflatten` between one buffer and tensors of the same sizes at the same places, many times over.
-
-    What can be checked and computed beforehand is: a call costs about 1 us, and 0.02 us a tensor, besides the copy (implementation
-    "native"). The tensors of a call are detached and dense in memory, without conj or neg bit; their dtypes may differ from the buffer's
-    and from call to call.
 
     Args:
-        numels: elements of each tensor.
-        offsets: each tensor's first element in the buffer; ascending, ranges do not overlap.
-        total_numel: elements of the buffer.
-        dtype: of the buffer.
-        device: of the buffer and all tensors.
-        implementation: as for `flatten`.
-
-    Raises:
-        ConfigurationError, ConfigurationTypeError: the arguments can't be served. The methods raise the same, before anything is written.
+        statistics: two float64, on the same device, that receive what `norm` returns for the tensors as written. It costs no further pass.
     """
-
-    def __init__(
-        self,
-        numels: Sequence[int],
-        offsets: Sequence[int],
-        total_numel: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        implementation: str | None = None,
-    ) -> None:
-        self.implementation = _choose("flatten", torch.device(device), implementation)
-        if dtype not in _DTYPES:
-            raise ConfigurationTypeError(f"FlattenPlan: a buffer can't have dtype {dtype}")
-        try:
-            plan = _native.FlattenPlan(_reader, numels, offsets, total_numel, _DTYPES[dtype])
-        except (ValueError, OverflowError) as error:
-            raise ConfigurationError(f"FlattenPlan: {error}") from None
-        self._plan = plan if self.implementation == "native" else _TorchPlan(numels, offsets, total_numel, dtype)
-
-    def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float = 1.0) -> None:
-        """Copies `tensors` to their places in `out`, as the function `flatten` does. None entries cover nothing."""
-        try:
-            self._plan.flatten(tensors, out, scale, torch.get_num_threads())
-        except ValueError as error:
-            raise ConfigurationError(f"flatten: {error}") from None
-        except TypeError as error:
-            raise ConfigurationTypeError(f"flatten: {error}") from None
-
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        """Fills `tensors` from their places in `flat`, as the function `unflatten` does. None entries are skipped."""
-        try:
-            self._plan.unflatten(flat, tensors, scale, torch.get_num_threads())
-        except ValueError as error:
-            raise ConfigurationError(f"unflatten: {error}") from None
-        except TypeError as error:
-            raise ConfigurationTypeError(f"unflatten: {error}") from None
+    _check_buffer("unflatten", "flat", flat)
+    written = _writable("unflatten", tensors, offsets is not None, flat.device)
+    _flatten_plan("unflatten", written, flat, offsets, implementation).unflatten(flat, written, scale, statistics)
+    _write_back(written, tensors)
 
 
-class _TorchPlan:
-    """The plan of implementation "torch", with the interface of `_native.FlattenPlan`."""
+def norm(tensors: Sequence[Tensor], implementation: str | None = None) -> Tensor:
+    """[sum of squares, number of values that are not finite] over all `tensors`: two float64 on their device.
 
-    def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype) -> None:
-        self._numels = tuple(numels)
-        self._offsets = tuple(offsets)
-        self._total_numel = total_numel
-        self._dtype = dtype
-
-    def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, threads: int) -> None:
-        self._check(tensors, out, scale, into_buffer=True)
-        with torch.no_grad():
-            reference.flatten(tensors, self._offsets, out, scale)
-
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, threads: int) -> None:
-        self._check(tensors, flat, scale, into_buffer=False)
-        with torch.no_grad():
-            reference.unflatten(flat, self._offsets, tensors, scale)
-
-    def _check(self, tensors: Sequence[Tensor | None], buffer: Tensor, scale: float, *, into_buffer: bool) -> None:
-        if buffer.dtype != self._dtype:
-            raise TypeError(f"the buffer's dtype is {buffer.dtype}, the layout was made for {self._dtype}")
-        if buffer.numel() != self._total_numel:
-            raise ValueError(f"the buffer has {buffer.numel()} elements, the layout {self._total_numel}")
-        if len(tensors) != len(self._numels):
-            raise ValueError(f"there are {len(tensors)} tensors, the layout has {len(self._numels)}")
-        start = buffer.data_ptr()
-        end = start + buffer.numel() * buffer.element_size()
-        for i, (tensor, numel, offset) in enumerate(zip(tensors, self._numels, self._offsets, strict=True)):
-            if tensor is None:
-                continue
-            if tensor.device != buffer.device:
-                raise ValueError(f"tensor {i} is on {tensor.device}, the buffer on {buffer.device}")
-            if tensor.numel() != numel:
-                raise ValueError(f"tensor {i} has {tensor.numel()} elements, the layout {numel}")
-            same = tensor.dtype == buffer.dtype
-            if not (same and (scale == 1 or tensor.dtype in _COMPLEX)) and not (tensor.dtype in _FLOATS and buffer.dtype in _FLOATS):
-                raise TypeError(f"tensor {i} has dtype {tensor.dtype}, which can't be scaled and cast to or from {buffer.dtype}")
-            begin = tensor.data_ptr()
-            overlaps = begin < end and start < begin + numel * tensor.element_size()
-            if numel and overlaps and not (same and begin == start + offset * tensor.element_size()):
-                raise ValueError(f"tensor {i} overlaps the buffer, but not at its own place in it")
+    Tiles of 4096 elements are summed in float32 (float64 for float64 tensors), the tiles in float64, in an order that does not depend on
+    the number of threads.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    each = torch.empty_like(total)
+    for tensor in _readable("norm", tensors, False, device):
+        if tensor is not None:
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            FlattenPlan([flat.numel()], [0], flat.numel(), flat.dtype, device, choose("norm", device, implementation)).norm(flat, each)
+            total += each
+    return total
 
 
-# ---- checks and choices ---------------------------------------------------------------------------------------------
+def quantise(
+    tensors: Sequence[Tensor | None],
+    codes: Tensor,
+    scales: Tensor,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    offsets: Sequence[int] | None = None,
+    code: str = "int8",
+    implementation: str | None = None,
+) -> None:
+    """Writes `tensors` times `scale`, plus `residual`, as 8-bit codes with a scale for each block of 256; `residual` becomes what was lost.
+
+    A block's scale is its largest magnitude divided by the code's largest number, so that nothing saturates. A block with a value that is
+    not finite gets the scale NaN, so that whoever decodes it sees NaN, and leaves a residual of zero.
+
+    Args:
+        tensors: of floating-point dtypes; order of elements as for `flatten`. None entries, and gaps, stand for zeros.
+        codes: uint8, one-dimensional; its size is a multiple of 256.
+        scales: float32, one for each 256 codes.
+        residual: float32, of `codes`' size: error feedback. Start with zeros.
+        offsets: each tensor's first element in `codes`: ascending multiples of 256. None means each at the first multiple of 256.
+        code: "int8", "float8_e4m3" or "float8_e5m2".
+    """
+    _check_buffer("quantise", "codes", codes)
+    entries = _readable("quantise", tensors, offsets is not None, codes.device)
+    plan = _quantise_plan("quantise", entries, codes, offsets, code, implementation)
+    plan.quantise(entries, codes, scales, scale, residual)
 
 
-def _choose(op: str, device: torch.device, implementation: str | None) -> str:
-    """The implementation asked for by argument, else by environment, else the fastest."""
-    available = implementations(op, device)
-    wanted = implementation or env.read().implementation
-    if wanted is None:
-        return available[0]
-    if wanted not in available:
-        source = "implementation" if implementation else "DDPCOMM_IMPLEMENTATION"
-        raise ConfigurationError(f"{op}: {source} is {wanted!r}; on {device} there are {', '.join(available)}")
-    return wanted
+def dequantise(
+    codes: Tensor,
+    scales: Tensor,
+    tensors: Sequence[Tensor | None],
+    scale: float = 1.0,
+    accumulate: bool = False,
+    offsets: Sequence[int] | None = None,
+    code: str = "int8",
+    implementation: str | None = None,
+) -> None:
+    """Fills `tensors` with what codes and scales stand for, times `scale`, or adds that to them. Arguments as for `quantise`."""
+    _check_buffer("dequantise", "codes", codes)
+    written = _writable("dequantise", tensors, offsets is not None, codes.device)
+    plan = _quantise_plan("dequantise", written, codes, offsets, code, implementation)
+    plan.dequantise(codes, scales, written, scale, accumulate)
+    _write_back(written, tensors)
 
 
-def _plan_for(
+# ---- plans for one call ---------------------------------------------------------------------------------------------
+
+
+def _numels(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.numel() for tensor in tensors]
+
+
+def _packed(numels: Sequence[int], alignment: int) -> list[int]:
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel // alignment) * alignment
+    return offsets
+
+
+def _offsets(op: str, numels: Sequence[int], offsets: Sequence[int] | None, alignment: int) -> Sequence[int]:
+    if offsets is None:
+        return _packed(numels, alignment)
+    if len(offsets) != len(numels):
+        raise ConfigurationError(f"{op}: there are {len(numels)} tensors but {len(offsets)} offsets")
+    return offsets
+
+
+def _flatten_plan(
     op: str, tensors: Sequence[Tensor | None], buffer: Tensor, offsets: Sequence[int] | None, implementation: str | None
 ) -> FlattenPlan:
-    numels = [0 if tensor is None else tensor.numel() for tensor in tensors]
-    if offsets is None:
-        offsets = [0]
-        for numel in numels:
-            offsets.append(offsets[-1] + numel)
-        offsets.pop()
-    elif len(offsets) != len(numels):
-        raise ConfigurationError(f"{op}: there are {len(numels)} tensors but {len(offsets)} offsets")
-    return FlattenPlan(numels, offsets, buffer.numel(), buffer.dtype, buffer.device, _choose(op, buffer.device, implementation))
+    numels = _numels(tensors)
+    places = _offsets(op, numels, offsets, 1)
+    return FlattenPlan(numels, places, buffer.numel(), buffer.dtype, buffer.device, choose(op, buffer.device, implementation))
+
+
+def _quantise_plan(
+    op: str, tensors: Sequence[Tensor | None], codes: Tensor, offsets: Sequence[int] | None, code: str, implementation: str | None
+) -> QuantisePlan:
+    numels = _numels(tensors)
+    places = _offsets(op, numels, offsets, QUANTISED_BLOCK)
+    return QuantisePlan(numels, places, codes.numel(), codes.device, code, choose(op, codes.device, implementation))
+
+
+# ---- tensors as the kernels take them -------------------------------------------------------------------------------
 
 
 def _check_buffer(op: str, name: str, buffer: Tensor) -> None:
@@ -242,29 +188,58 @@ def _check_buffer(op: str, name: str, buffer: Tensor) -> None:
         raise ConfigurationError(f"{op}: {name} must be one-dimensional and contiguous, got shape {tuple(buffer.shape)}")
 
 
-def _readable(op: str, index: int, tensor: Tensor | None, may_be_none: bool, buffer: Tensor) -> Tensor | None:
-    """The tensor itself, detached, if its elements fill a stretch of memory; else a contiguous copy."""
-    if tensor is None:
-        if may_be_none:
-            return None
-        raise ConfigurationTypeError(f"{op}: tensor {index} is None, which needs offsets")
-    if not isinstance(tensor, Tensor):
-        raise ConfigurationTypeError(f"{op}: expected a tensor at {index}, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise ConfigurationTypeError(f"{op}: tensor {index} has layout {tensor.layout}; convert it with .to_dense() first")
-    if tensor.device != buffer.device:
-        raise ConfigurationError(f"{op}: tensor {index} is on {tensor.device}, the buffer on {buffer.device}")
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if _is_dense(tensor) else tensor.contiguous()
+def _readable(op: str, tensors: Sequence[Tensor | None], may_be_none: bool, device: torch.device) -> list[Tensor | None]:
+    """Each tensor itself, detached, if its elements fill a stretch of memory; else a contiguous copy."""
+    entries: list[Tensor | None] = []
+    for i, tensor in enumerate(tensors):
+        if tensor is None and may_be_none:
+            entries.append(None)
+            continue
+        if tensor is None:
+            raise ConfigurationTypeError(f"{op}: tensor {i} is None, which needs offsets")
+        if not isinstance(tensor, Tensor):
+            raise ConfigurationTypeError(f"{op}: expected a tensor at {i}, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise ConfigurationTypeError(f"{op}: tensor {i} has layout {tensor.layout}; convert it with .to_dense() first")
+        if tensor.device != device:
+            raise ConfigurationError(f"{op}: tensor {i} is on {tensor.device}, the buffer on {device}")
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        entries.append(tensor if _is_dense(tensor) else tensor.contiguous())
+    return entries
+
+
+def _writable(op: str, tensors: Sequence[Tensor | None], may_be_none: bool, device: torch.device) -> list[Tensor | None]:
+    """As `_readable`; a copy is to be written back."""
+    entries = _readable(op, tensors, may_be_none, device)
+    for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=True)):
+        if entry is not None and tensor is not None and _is_copy(entry, tensor) and _overlaps_itself(tensor):
+            raise ConfigurationError(f"{op}: several elements of tensor {i} share one place in memory; clone it first")
+    return entries
+
+
+def _write_back(entries: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:
+    with torch.no_grad():
+        for entry, tensor in zip(entries, tensors, strict=True):
+            if entry is not None and tensor is not None and _is_copy(entry, tensor):
+                tensor.copy_(entry)
+
+
+def _is_copy(entry: Tensor, tensor: Tensor) -> bool:
+    return entry.data_ptr() != tensor.data_ptr()
+
+
+def _by_stride(tensor: Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of every dimension of more than one element, the innermost first."""
+    return sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in _by_stride(tensor):
         if stride != expected:
             return False
         expected *= size
@@ -274,7 +249,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may share one place in memory. Exact for every view that slicing, expanding and transposing make."""
     end = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in _by_stride(tensor):
         if stride <= end:
             return True
         end += stride * (size - 1)

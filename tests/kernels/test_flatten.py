@@ -9,7 +9,7 @@ import torch
 from ddpcomm.kernels import reference
 from torch import Tensor
 
-from ddpcomm import _native, ops
+from ddpcomm import _native, native, ops
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from tests.kernels.cases import FLOATS, SCALES, SIZES, assert_same_bits, values
 
@@ -19,9 +19,9 @@ ISAS = _native.instruction_sets()
 def native_flatten(
     tensors: list[Tensor | None], offsets: list[int], out: Tensor, scale: float, isa: str, *, threads: int = 1, dlpack: bool = True
 ) -> None:
-    reader = _native.TensorReader(Tensor, ops._DTYPES, dlpack)
+    reader = _native.TensorReader(Tensor, native.DTYPES, dlpack)
     numels = [0 if tensor is None else tensor.numel() for tensor in tensors]
-    plan = _native.FlattenPlan(reader, numels, offsets, out.numel(), ops._DTYPES[out.dtype], isa)
+    plan = _native.FlattenPlan(reader, numels, offsets, out.numel(), native.DTYPES[out.dtype], isa)
     plan.flatten(tensors, out, scale, threads)
 
 
@@ -119,7 +119,7 @@ def test_threads_and_streamed_stores(source: torch.dtype, threads: int, isa: str
 
 
 def test_tensors_are_read_alike_without_dlpack() -> None:
-    assert _native.TensorReader(Tensor, ops._DTYPES, True).uses_dlpack, "torch 2.10 and later offer DLPack's C interface"
+    assert _native.TensorReader(Tensor, native.DTYPES, True).uses_dlpack, "torch 2.10 and later offer DLPack's C interface"
     tensors: list[Tensor | None] = [
         values(5, torch.float32),
         None,
@@ -130,8 +130,8 @@ def test_tensors_are_read_alike_without_dlpack() -> None:
     out = torch.empty(total)
     native_flatten(tensors, offsets, out, 0.5, ISAS[0], dlpack=False)
     assert_same_bits(out, expected_flat(tensors, offsets, total, torch.float32, 0.5))
-    by_dlpack, by_attributes = (_native.TensorReader(Tensor, ops._DTYPES, dlpack) for dlpack in (True, False))
-    for dtype in ops._DTYPES:
+    by_dlpack, by_attributes = (_native.TensorReader(Tensor, native.DTYPES, dlpack) for dlpack in (True, False))
+    for dtype in native.DTYPES:
         tensor = torch.zeros(6, 4, dtype=torch.uint8).view(torch.uint8).repeat(1, 16).view(dtype)
         for view in (tensor, tensor.t(), tensor[:, 1:], tensor[1:], tensor[2:3, 1:]):
             assert by_dlpack.read(view) == by_attributes.read(view)
@@ -151,7 +151,7 @@ class TestEveryImplementation:
         ops.flatten([], out, implementation=implementation)
         assert out.tolist() == [0] * 6
 
-    @pytest.mark.parametrize("dtype", [d for d in ops._DTYPES if d not in FLOATS])
+    @pytest.mark.parametrize("dtype", [d for d in native.DTYPES if d not in FLOATS])
     def test_same_dtype_copies_bits(self, implementation: str, dtype: torch.dtype) -> None:
         source = torch.arange(64, dtype=torch.uint8).view(dtype) if dtype != torch.bool else torch.arange(64) % 3 == 0
         out = torch.zeros_like(source)

@@ -9,7 +9,7 @@ import torch
 from ddpcomm.kernels import reference
 from torch import Tensor
 
-from ddpcomm import _native, ops
+from ddpcomm import _native, native, ops
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from tests.kernels.cases import FLOATS, SCALES, SIZES, assert_same_bits, values
 
@@ -17,9 +17,9 @@ ISAS = _native.instruction_sets()
 
 
 def native_unflatten(flat: Tensor, offsets: list[int], tensors: list[Tensor | None], scale: float, isa: str, threads: int = 1) -> None:
-    reader = _native.TensorReader(Tensor, ops._DTYPES)
+    reader = _native.TensorReader(Tensor, native.DTYPES)
     numels = [0 if tensor is None else tensor.numel() for tensor in tensors]
-    plan = _native.FlattenPlan(reader, numels, offsets, flat.numel(), ops._DTYPES[flat.dtype], isa)
+    plan = _native.FlattenPlan(reader, numels, offsets, flat.numel(), native.DTYPES[flat.dtype], isa)
     plan.unflatten(flat, tensors, scale, threads)
 
 

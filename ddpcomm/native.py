@@ -1,0 +1,68 @@
+"""The implementations "native": `_native`'s plans, with torch's thread count and tensors for results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddpcomm import _native
+
+# DLPack's (code, bits) of each dtype that a flat buffer can have.
+DTYPES: dict[torch.dtype, tuple[int, int]] = {
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.uint16: (1, 16),
+    torch.uint32: (1, 32),
+    torch.uint64: (1, 64),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.bfloat16: (4, 16),
+    torch.complex32: (5, 32),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.bool: (6, 8),
+    torch.float8_e4m3fn: (10, 8),
+    torch.float8_e5m2: (12, 8),
+}
+
+reader = _native.TensorReader(Tensor, DTYPES)
+
+
+class FlattenPlan:
+    """See `ddpcomm.plans.FlattenImplementation`. `instruction_set` is one of `_native.instruction_sets()`; "" means the best."""
+
+    def __init__(
+        self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype, instruction_set: str = ""
+    ) -> None:
+        self._plan = _native.FlattenPlan(reader, numels, offsets, total_numel, DTYPES[dtype], instruction_set)
+
+    def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
+        self._plan.flatten(tensors, out, scale, torch.get_num_threads(), accumulate)
+
+    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None:
+        if statistics is None:
+            self._plan.unflatten(flat, tensors, scale, torch.get_num_threads())
+        else:
+            statistics[0], statistics[1] = self._plan.unflatten_with_norm(flat, tensors, scale, torch.get_num_threads())
+
+    def norm(self, flat: Tensor, statistics: Tensor) -> None:
+        statistics[0], statistics[1] = self._plan.norm(flat, torch.get_num_threads())
+
+
+class QuantisePlan:
+    """See `ddpcomm.plans.QuantiseImplementation`."""
+
+    def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, code: str, instruction_set: str = "") -> None:
+        self._plan = _native.QuantisePlan(reader, numels, offsets, total_numel, code, instruction_set)
+
+    def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
+        self._plan.quantise(tensors, codes, scales, residual, scale, torch.get_num_threads())
+
+    def dequantise(self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float, accumulate: bool) -> None:
+        self._plan.dequantise(codes, scales, tensors, scale, accumulate, torch.get_num_threads())
