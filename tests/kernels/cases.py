@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SIZES = (0, 1, 3, 4, 1023, (1 << 20) + 1)
 SCALES = (1.0, 0.5, 1 / 3, -1.75)
 
@@ -48,7 +49,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     actual, expected = actual.flatten(), expected.flatten()
     if torch.equal(_bytes(actual), _bytes(expected)):
         return
-    different = (_bytes(actual) != _bytes(expected)).any(dim=1) & ~(actual.isnan() & expected.isnan())
+    different = (_bytes(actual) != _bytes(expected)).any(dim=1) & ~(_is_nan(actual) & _is_nan(expected))
     places = different.nonzero().flatten()
     if places.numel():
         first = int(places[0])
@@ -57,3 +58,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).view(-1, tensor.element_size())
+
+
+def _is_nan(tensor: Tensor) -> Tensor:
+    return tensor.double().isnan() if tensor.is_floating_point() else torch.zeros_like(tensor, dtype=torch.bool)

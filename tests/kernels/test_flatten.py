@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddpcomm import _native, native, ops
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
-from tests.kernels.cases import FLOATS, SCALES, SIZES, assert_same_bits, values
+from tests.kernels.cases import FLOATS, FLOATS_8, SCALES, SIZES, assert_same_bits, values
 
 ISAS = _native.instruction_sets()
 
@@ -41,7 +41,7 @@ def expected_flat(tensors: list[Tensor | None], offsets: list[int], total: int, 
 
 @pytest.mark.parametrize(("source", "result"), list(itertools.product(FLOATS, FLOATS)))
 def test_dtypes_sizes_scales(source: torch.dtype, result: torch.dtype) -> None:
-    for numel, scale in itertools.product(SIZES, SCALES):
+    for numel, scale in [*itertools.product(SIZES[:-1], SCALES), (SIZES[-1], 1.0), (SIZES[-1], 1 / 3)]:
         tensors: list[Tensor | None] = [values(numel, source)]
         expected = expected_flat(tensors, [0], numel, result, scale)
         for isa in ISAS:
@@ -61,6 +61,39 @@ def test_misaligned(source: torch.dtype, result: torch.dtype) -> None:
             native_flatten(tensors, offsets, memory[3:], 0.5, isa)
             assert_same_bits(memory[3:], expected)
             assert torch.equal(memory[:3], torch.full((3,), 7.0).to(result)), "wrote before the buffer"
+
+
+@pytest.mark.parametrize(
+    ("source", "result"), list(itertools.product((*FLOATS, *FLOATS_8), FLOATS_8)) + list(itertools.product(FLOATS_8, FLOATS))
+)
+def test_floats_of_8_bits(source: torch.dtype, result: torch.dtype) -> None:
+    for numel, scale in itertools.product(SIZES[:-1], SCALES):
+        tensors: list[Tensor | None] = [values(numel, source), values(100, source)]
+        expected = expected_flat(tensors, [1, numel + 1], numel + 102, result, scale)
+        for isa in ISAS:
+            out = torch.full((numel + 102,), 7.0).to(result)
+            native_flatten(tensors, [1, numel + 1], out, scale, isa)
+            assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize(("source", "result"), list(itertools.product(FLOATS, FLOATS)))
+def test_accumulate(source: torch.dtype, result: torch.dtype) -> None:
+    for numel, scale in itertools.product(SIZES[:-1], SCALES):
+        tensors: list[Tensor | None] = [values(numel, source), None, values(100, source, misaligned=1)]
+        offsets = [2, numel + 2, numel + 5]
+        before = values(numel + 110, result, seed=5)
+        expected = before.clone()
+        reference.flatten(tensors, offsets, expected, scale, accumulate=True)
+        assert torch.equal(expected[:2].isnan(), before[:2].isnan())
+        for implementation in ops.implementations("flatten", "cpu"):
+            out = before.clone()
+            ops.flatten(tensors, out, scale, offsets, implementation, accumulate=True)
+            assert_same_bits(out, expected)
+        for isa in ISAS:
+            out = before.clone()
+            plan = native.FlattenPlan([numel, 0, 100], offsets, out.numel(), result, isa)
+            plan.flatten(tensors, out, scale, True)
+            assert_same_bits(out, expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -25,7 +25,7 @@ def native_unflatten(flat: Tensor, offsets: list[int], tensors: list[Tensor | No
 
 @pytest.mark.parametrize(("source", "result"), list(itertools.product(FLOATS, FLOATS)))
 def test_dtypes_sizes_scales(source: torch.dtype, result: torch.dtype) -> None:
-    for numel, scale in itertools.product(SIZES, SCALES):
+    for numel, scale in [*itertools.product(SIZES[:-1], SCALES), (SIZES[-1], 1 / 3)]:
         flat = values(numel, source)
         expected = torch.empty(numel, dtype=result)
         reference.unflatten(flat, [0], [expected], scale)
