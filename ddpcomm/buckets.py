@@ -152,6 +152,10 @@ class Bucket:
                     gradient.copy_(view)
         self._plan.unflatten(self.buffer, [*targets, None])
 
+    def forget(self) -> None:
+        """Lets go of the gradients that `gather` saw, so that they can be freed."""
+        self._gradients = []
+
     def lost(self, fires: Sequence[int]) -> list[int]:
         """Of the parameters that received a gradient, by their count, those whose `.grad` is none, or not what `gather` saw."""
         return [

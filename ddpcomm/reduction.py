@@ -112,6 +112,7 @@ class Reduction:
 
     def skip(self) -> None:
         """Leaves out the next bucket, which must not be the last. All ranks must do so."""
+        self.arrangement.buckets[self.next].forget()
         self.next += 1
         self._works.append(None)
 
@@ -179,7 +180,9 @@ class Reduction:
             for position, value in self._kept.get(index, ()):
                 if not used[position]:
                     bucket.views[position].copy_(value)
-            bucket.unpack(used, self._as_view)
+            if any(used):
+                bucket.unpack(used, self._as_view)
+            bucket.forget()
 
     def _explain(self, error: CommunicationError, index: int) -> CommunicationError:
         """The same error, with the bucket and its parameters in front."""
