@@ -18,7 +18,7 @@ CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -
 PYTHON_DIRECTORIES := ddpcomm kernels tests bench examples tools setup.py
 
 # Ranks of `make train`: two, or as many as there are GPUs if those are more.
-RANKS ?= $(shell gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU '); echo $$(( gpus > 2 ? gpus : 2 )))
+RANKS ?= $(shell gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true); echo $$(( gpus > 2 ? gpus : 2 )))
 COMPARE ?=
 ARGUMENTS ?=
 

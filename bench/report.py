@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+
+PAGE_WIDTH = 120  # of a log file
 
 
 def show_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -16,8 +19,8 @@ def show_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for line in lines:
-        table.add_row(*line)
-    Console().print(table)
+        table.add_row(*line)  # a short line leaves its last columns empty
+    Console(width=None if sys.stdout.isatty() else PAGE_WIDTH).print(table)
 
 
 def bar_chart(values: Mapping[str, Mapping[str, float]], path: Path, *, title: str, label: str, reference: float | None = None) -> None:
@@ -35,6 +38,7 @@ def bar_chart(values: Mapping[str, Mapping[str, float]], path: Path, *, title: s
     axes.set_xticks(range(len(cases)), cases)
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
+    if values:
+        axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

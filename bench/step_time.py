@@ -11,6 +11,7 @@ that over the overhead of torch's best mode for the model. Gradients are compare
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -93,8 +94,10 @@ def rows_of(case: Case, samples: Samples, ranks: int) -> list[Row]:
     for name, times in samples.items():
         rows.append(Row(subject=name, quantity="step", **percentiles(times), **common))
         if name != NONE:
-            details = {"ratio_to_best_torch": float(np.median(added[name])) / best}
-            rows.append(Row(subject=name, quantity="overhead", **percentiles(added[name]), details=details, **common))
+            ratio = float(np.median(added[name])) / best if best > 0 else None  # None: too few rounds to tell
+            rows.append(
+                Row(subject=name, quantity="overhead", **percentiles(added[name]), details={"ratio_to_best_torch": ratio}, **common)
+            )
     return rows
 
 
@@ -105,6 +108,7 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
 
 def run(models: list[str], transports: list[str], steps: int, ranks: int) -> list[Row]:
     rows = []
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that find_unused_parameters finds none
     with RankPool(ranks, timeout=timedelta(minutes=30)) as pool:
         for name in models:
             samples = slowest(pool.run(measure, name, transports, steps))
@@ -118,11 +122,11 @@ def report(case: str, rows: list[Row]) -> None:
     overheads = {row.subject: row for row in rows if row.case == case and row.quantity == "overhead"}
     lines = []
     for name, row in steps.items():
-        added = overheads.get(name)
-        lines.append(
-            [name, f"{row.p50 * 1e3:.2f}", f"{row.p20 * 1e3:.2f}", f"{row.p80 * 1e3:.2f}"]
-            + ([f"{added.p50 * 1e3:.2f}", f"{added.details['ratio_to_best_torch']:.2f}"] if added else ["", ""])
-        )
+        line = [name, f"{row.p50 * 1e3:.2f}", f"{row.p20 * 1e3:.2f}", f"{row.p80 * 1e3:.2f}"]
+        if added := overheads.get(name):
+            ratio = added.details["ratio_to_best_torch"]
+            line += [f"{added.p50 * 1e3:.2f}", "-" if ratio is None else f"{ratio:.2f}"]
+        lines.append(line)
     title = f"{case}: {CASES[case].stresses}; CPU, {rows[-1].ranks} ranks, {steps[NONE].count} rounds"
     show_table(title, ["subject", "step ms", "p20", "p80", "exchange adds ms", "of torch's best"], lines)
 
@@ -130,7 +134,7 @@ def report(case: str, rows: list[Row]) -> None:
 def plot(rows: list[Row], path: Path) -> None:
     ratios: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row.quantity == "overhead" and row.subject.startswith("ddpcomm"):
+        if row.quantity == "overhead" and row.subject.startswith("ddpcomm") and row.details["ratio_to_best_torch"] is not None:
             ratios.setdefault(row.subject, {})[row.case] = row.details["ratio_to_best_torch"]
     title = f"What the exchange adds to a step on CPU, {rows[0].ranks} ranks (torch DDP's best mode = 1; less is better)"
     bar_chart(ratios, path, title=title, label="overhead / overhead of torch's best mode", reference=1.0)
