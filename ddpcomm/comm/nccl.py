@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcomm.comm.base import Communicator, CompletedWork, ReduceOp, Work
-from ddpcomm.comm.cuda_runtime import Event, Stream
+from ddpcomm.comm.cuda_runtime import Event, Stream, order_after
 from ddpcomm.comm.nccl_lane import Lane
 from ddpcomm.comm.nccl_lanes import Lanes
 from ddpcomm.comm.nccl_library import MAXIMUM, SUM, Handle, check_reducible, dotted
@@ -132,7 +132,8 @@ class NcclCommunicator(Communicator):
 
         Args:
             streams: streams, beside the current one, that wrote to `tensor`: the collective runs after what is on them now.
-            scale: with op "sum", every rank's elements are multiplied by it first (floating-point only); "avg" is 1 / world size.
+            scale: with op "sum", every rank's elements are multiplied by it first (floating-point only). "avg" is 1 / world size: scaled
+                before the sum, as torch's DDP does, and by libnccl in passing unless the factor needs more digits than the dtype has.
             tag: what errors call it, such as "bucket 3".
 
         Symmetric windows are reduced fastest with op "sum" and no scale: libnccl has no symmetric kernel that scales.
@@ -142,12 +143,13 @@ class NcclCommunicator(Communicator):
         if scale is not None and (op != "sum" or not (tensor.is_floating_point() or tensor.is_complex())):
             raise ConfigurationError('all_reduce: scale goes with op "sum" and a floating-point tensor')
         real = self._reducible(tensor)
-        detail = op if scale is None else f"{op} of {scale:g} times"
+        factor, streams = self._factor(real, op, scale, streams)
 
         def begin(lane: Lane) -> Callable[[Handle], None]:
-            operator = self._operator(lane, real.dtype, op, scale)
+            operator = self._operator(lane, real.dtype, op, factor)
             return lambda handle: self._library.all_reduce(handle, real, operator, lane.stream)
 
+        detail = f"{op}{'' if scale is None else f' of {scale:g} times'} {self._memory.place(real)}"
         return self._issue("all_reduce", (real,), detail, begin, streams, tag)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
@@ -167,16 +169,17 @@ class NcclCommunicator(Communicator):
         def begin(lane: Lane) -> Callable[[Handle], None]:
             return lambda handle: self._library.all_gather(handle, raw_out, raw, lane.stream)
 
-        return self._issue("all_gather", (raw, raw_out), "", begin)
+        return self._issue("all_gather", (raw, raw_out), self._memory.place(raw_out), begin)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Work:
         real_out, real = self._reducible(out), self._reducible(tensor)
+        factor, _ = self._factor(real, op, None, ())
 
         def begin(lane: Lane) -> Callable[[Handle], None]:
-            operator = self._operator(lane, real.dtype, op, None)
+            operator = self._operator(lane, real.dtype, op, factor)
             return lambda handle: self._library.reduce_scatter(handle, real_out, real, operator, lane.stream)
 
-        return self._issue("reduce_scatter", (real, real_out), op, begin)
+        return self._issue("reduce_scatter", (real, real_out), f"{op} {self._memory.place(real)}", begin)
 
     def _barrier(self) -> Work:
         token = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -221,13 +224,25 @@ class NcclCommunicator(Communicator):
             self._watchdog.watch(work)
         return work
 
-    def _operator(self, lane: Lane, dtype: torch.dtype, op: ReduceOp, scale: float | None) -> int:
+    def _factor(
+        self, tensor: Tensor, op: ReduceOp, scale: float | None, streams: Iterable[Stream]
+    ) -> tuple[float | None, Iterable[Stream]]:
+        """The factor that libnccl is to apply, None for none, and the streams that are still to be waited for.
+
+        libnccl holds the factor in the tensor's own dtype. In 16 bits 1/3 is 0.1 % off, and so would every average be: such a factor is
+        applied here, in a pass of its own, with the rounding of a float32 product.
+        """
+        factor = 1.0 / self.world_size if op == "avg" else scale
+        if factor is None or tensor.dtype in (torch.float32, torch.float64) or torch.tensor(factor, dtype=tensor.dtype).item() == factor:
+            return factor, streams
+        order_after(self._runtime, self._runtime.current_stream(), streams, self._runtime.create_event())
+        tensor.mul_(factor)
+        return None, ()
+
+    def _operator(self, lane: Lane, dtype: torch.dtype, op: ReduceOp, factor: float | None) -> int:
         if op == "max" or dtype == torch.bool:  # a sum of bools says whether any is true, as torch has it
             return MAXIMUM
-        if op == "avg":
-            # What libnccl's own average does with floating point, but as torch's DDP rounds it: scaled first, then summed.
-            scale = 1.0 / self.world_size
-        return SUM if scale is None else lane.scaled_sum(scale, dtype)
+        return SUM if factor is None else lane.scaled_sum(factor, dtype)
 
     def _reducible(self, tensor: Tensor) -> Tensor:
         """The tensor in a dtype that libnccl can reduce, over the same memory."""

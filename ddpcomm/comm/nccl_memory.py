@@ -88,6 +88,7 @@ class BucketMemory:
         self._device = device
         self._choice = choice
         self._live: set[_Block] = set()
+        self._windows: set[int] = set()
         self._retired: deque[_Block] = deque()
         self._closed = False
         self.reason = "" if choice == "auto" else "chosen by option"
@@ -111,9 +112,18 @@ class BucketMemory:
             block, reason = self._make(nbytes)
             if block is not None:
                 self._live.add(block)
+                if block.mode is MemoryMode.WINDOW:
+                    self._windows.add(block.pointer)
                 return self._runtime.tensor_at(block.pointer, nbytes, partial(self._retire, block)).view(dtype)
             self._fall_back(reason)
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def place(self, tensor: Tensor) -> str:
+        """Where a tensor lies, as far as all ranks must agree: libnccl reduces a window only against the same place of all others."""
+        if self.mode is not MemoryMode.WINDOW:
+            return ""
+        start = tensor.untyped_storage().data_ptr()
+        return f"window+{tensor.data_ptr() - start}" if start in self._windows else "no window"
 
     def close(self) -> None:
         """Takes all registrations back. Tensors stay valid; their memory is freed with the last of them. The communicators live still."""
@@ -193,6 +203,7 @@ class BucketMemory:
             self._runtime.synchronize()  # unmapping memory doesn't wait for kernels that use it, as cudaFree would
         for block in blocks:
             self._live.discard(block)
+            self._windows.discard(block.pointer)
             self._deregister(block)
             self._library.free(block.pointer)
 

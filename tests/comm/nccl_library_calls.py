@@ -21,7 +21,10 @@ def every_call(library: Nccl4pyLibrary) -> dict[str, Any]:
     """Makes each call once, with telling arguments."""
     stream = RecordedStream("comm", 0x57)
     handle = library.start(
-        8, 3, library.unique_id(), {"blocking": 0, "max_ctas": 4, "traffic_class": 9, "net_name": "IB", "comm_name": "x", "launch_order_implicit": 1}
+        8,
+        3,
+        library.unique_id(),
+        {"blocking": 0, "max_ctas": 4, "traffic_class": 9, "net_name": "IB", "comm_name": "x", "launch_order_implicit": 1},
     )
     states = [library.state(handle), library.state(handle)]
     assert states == [IN_PROGRESS, SUCCESS]
@@ -63,7 +66,15 @@ def main(path: str, what: str) -> None:
     except DDPCommError as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         return
-    names = ("ncclMemAlloc", "ncclCommRegister", "ncclCommWindowRegister", "ncclCommShrink", "ncclCommRevoke", "ncclCommMemStats", "ncclNone")
+    names = (
+        "ncclMemAlloc",
+        "ncclCommRegister",
+        "ncclCommWindowRegister",
+        "ncclCommShrink",
+        "ncclCommRevoke",
+        "ncclCommMemStats",
+        "ncclNone",
+    )
     found: dict[str, Any] = {"version": library.version, "path": library.path, "has": [name for name in names if library.has(name)]}
     found["identifiers"] = [len(library.unique_id()), library.unique_id() != library.unique_id()]
     if what == "every_call":

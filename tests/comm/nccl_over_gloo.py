@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddpcomm.comm.nccl import NcclCommunicator
 from ddpcomm.comm.nccl_library import IN_PROGRESS, MAXIMUM, SUM
@@ -19,7 +20,8 @@ from tests.rank_process import RankContext
 
 
 class GlooLibrary(RecordingLibrary):
-    """Works on the calling thread, at once; only starting takes until all ranks have come, as with the real one."""
+    """Works on the calling thread, at once, and unseen by whoever writes down torch's own kernels. Only starting takes until all ranks have
+    come, as with the real one."""
 
     def __init__(self, recorder: Recorder, process_group: dist.ProcessGroup) -> None:
         super().__init__(recorder)
@@ -46,21 +48,25 @@ class GlooLibrary(RecordingLibrary):
 
     def all_reduce(self, communicator: int, tensor: Tensor, op: int, stream: Any) -> None:
         super().all_reduce(communicator, tensor, op, stream)
-        self._reduce(tensor, op)
+        with _disable_current_modes():
+            self._reduce(tensor, op)
 
     def broadcast(self, communicator: int, tensor: Tensor, source: int, stream: Any) -> None:
         super().broadcast(communicator, tensor, source, stream)
-        dist.broadcast(tensor, group_src=source, group=self._group)
+        with _disable_current_modes():
+            dist.broadcast(tensor, group_src=source, group=self._group)
 
     def all_gather(self, communicator: int, out: Tensor, tensor: Tensor, stream: Any) -> None:
         super().all_gather(communicator, out, tensor, stream)
-        dist.all_gather_into_tensor(out, tensor.clone(), group=self._group)
+        with _disable_current_modes():
+            dist.all_gather(list(out.chunk(self._group.size())), tensor.clone(), group=self._group)
 
     def reduce_scatter(self, communicator: int, out: Tensor, tensor: Tensor, op: int, stream: Any) -> None:
         super().reduce_scatter(communicator, out, tensor, op, stream)
-        whole = tensor.reshape(-1).clone()
-        self._reduce(whole, op)
-        out.copy_(whole.chunk(self._group.size())[self._group.rank()].view_as(out))
+        with _disable_current_modes():
+            whole = tensor.reshape(-1).clone()
+            self._reduce(whole, op)
+            out.copy_(whole.chunk(self._group.size())[self._group.rank()].view_as(out))
 
     def _reduce(self, tensor: Tensor, op: int) -> None:
         if op not in (SUM, MAXIMUM):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ddpcomm.comm.nccl import NcclCommunicator
 from ddpcomm.comm.nccl_library import IN_PROGRESS, SUCCESS
 from ddpcomm.comm.nccl_start import connect, equip
 from ddpcomm.comm.rendezvous import Rendezvous
-from ddpcomm.errors import CommunicationError, PeerLostError
+from ddpcomm.errors import CommunicationError, DDPCommError, PeerLostError
 from tests.comm.hazards import HOST, Entry, Range
 
 NEWEST = (2, 32, 3)
@@ -314,3 +315,15 @@ def recorded_communicator(
     rendezvous = rendezvous or AgreeableRendezvous()
     equipment = equip(rendezvous, torch.device("cpu"), options, recorder.library, recorder.runtime)
     return NcclCommunicator(rendezvous, equipment, connect(rendezvous, equipment, timeout), timeout)
+
+
+def caught(communicator: NcclCommunicator, seconds: float = 20.0) -> DDPCommError:
+    """The error that the communicator fails with, sooner or later."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            communicator.check()
+        except DDPCommError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError("the communicator did not fail")

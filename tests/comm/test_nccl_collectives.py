@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -114,6 +115,43 @@ def test_a_different_order_is_found(two_ranks: RankPool) -> None:
     assert first == second
     assert "all_reduce (4 bytes" in first
     assert "all_reduce (8 bytes" in first
+
+
+def differ_in_memory(context: RankContext) -> str:
+    communicator, _ = nccl_over_gloo(context)
+    with communicator:
+        window = communicator.empty(4, torch.float32)
+        communicator.all_reduce(window[2:]).wait()
+        communicator.check_order()
+        communicator.all_reduce(window[2:] if context.rank else torch.zeros(2)).wait()
+        with pytest.raises(CollectiveMismatchError) as raised:
+            communicator.check_order()
+    return str(raised.value)
+
+
+def test_a_window_against_other_memory_is_found(two_ranks: RankPool) -> None:
+    """libnccl would choose its algorithm by it, each rank for itself."""
+    for message in two_ranks.run(differ_in_memory):
+        assert "sum no window" in message
+        assert "sum window+8" in message
+
+
+def averages_of_three(context: RankContext) -> list[bool]:
+    communicator, recorder = nccl_over_gloo(context)
+    results = []
+    with communicator:
+        for dtype in FLOATING:
+            tensor = numbers(context.rank, dtype)
+            communicator.all_reduce(tensor, "avg").wait()
+            parts = [numbers(rank, dtype) * (1.0 / 3) for rank in range(3)]
+            results.append(torch.allclose(tensor.double(), sum(part.double() for part in parts), rtol=2 * torch.finfo(dtype).eps))
+        operators = [call for call in recorder.library.calls if call.startswith("create")]
+        results.append(operators == [f"create_scaled_sum 0.333333 {dtype}" for dtype in (torch.float64, torch.float32)])
+    return results
+
+
+def test_a_factor_that_16_bits_can_t_hold_is_applied_in_32(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(3).run(averages_of_three) == [[True] * 5] * 3
 
 
 def refuses(context: RankContext, what: str) -> str:

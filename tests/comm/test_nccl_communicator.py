@@ -131,7 +131,7 @@ def test_a_communicator_that_takes_its_time_is_waited_for() -> None:
 def test_a_start_that_fails_leaves_nothing_behind() -> None:
     recorder = idle_recorder()
     recorder.library.hangs = "start"
-    with pytest.raises(TransportUnavailableError, match="starting NCCL communicator 0: libnccl was still at it after 0.2 s"):
+    with pytest.raises(TransportUnavailableError, match=r"starting NCCL communicator 0: libnccl was still at it after 0\.2 s"):
         recorded_communicator(recorder, timeout=SHORT)
     assert recorder.library.calls == ["start 0 of 2", "abort"]
 

@@ -19,7 +19,8 @@ from ddpcomm.comm.nccl_lane import Lane
 from ddpcomm.comm.nccl_work import NcclWork
 from ddpcomm.errors import CommunicationError
 from tests.comm.hazards import Entry, Range, find_hazards, without_each_order
-from tests.comm.recorder import Recorder, RecordingRuntime, recorded_communicator
+from tests.comm.kernels_on_streams import kernels_written_down
+from tests.comm.recorder import AgreeableRendezvous, Recorder, RecordingRuntime, recorded_communicator
 
 FLOATS = 16  # 64 bytes
 
@@ -150,6 +151,19 @@ def views_of_two_streams(recorder: Recorder) -> None:
     recorder.kernel("optimizer", reads=[training.buffers[0]])
 
 
+def scaled_views_of_two_streams(recorder: Recorder) -> None:
+    """A third in 16 bits is not exact, so that it is applied before, on the current stream, which must wait for the other one too."""
+    communicator = recorded_communicator(recorder, AgreeableRendezvous(3))
+    buffer = communicator.empty(2 * FLOATS, torch.bfloat16)
+    side = recorder.runtime.make_stream("side")
+    with recorder.runtime.on(side), kernels_written_down(recorder):
+        buffer[:FLOATS].fill_(1.0)
+    with kernels_written_down(recorder):
+        buffer[FLOATS:].fill_(1.0)
+        communicator.all_reduce(buffer, "avg", streams=[side]).wait()
+        buffer.tolist()
+
+
 SCENARIOS: list[Callable[[Recorder], None]] = [
     plain,
     two_steps,
@@ -162,6 +176,7 @@ SCENARIOS: list[Callable[[Recorder], None]] = [
     oversized_in_place,
     gradients_of_two_streams,
     views_of_two_streams,
+    scaled_views_of_two_streams,
 ]
 
 

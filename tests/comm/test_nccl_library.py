@@ -85,7 +85,9 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict[s
         pytest.skip("no C compiler")
     directory = tmp_path_factory.mktemp("fake_nccl")
 
-    def call(*, old: bool = False, version: str = "23203", what: str = "every_call", **environment: str) -> tuple[dict[str, Any], list[str]]:
+    def call(
+        *, old: bool = False, version: str = "23203", what: str = "every_call", **environment: str
+    ) -> tuple[dict[str, Any], list[str]]:
         library = directory / ("old" if old else "new") / "libnccl.so.2"
         library.parent.mkdir(exist_ok=True)
         flags = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", *(["-DOLD"] if old else [])]

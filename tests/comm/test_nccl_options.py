@@ -51,7 +51,15 @@ def test_what_is_not_set_is_left_to_libnccl() -> None:
 
 def test_what_is_set_is_passed_on() -> None:
     options = NcclOptions.from_keywords(
-        {"min_ctas": 1, "max_ctas": 8, "cga_cluster_size": 2, "traffic_class": 3, "net_name": "IB", "collnet_enable": True, "blocking": True}
+        {
+            "min_ctas": 1,
+            "max_ctas": 8,
+            "cga_cluster_size": 2,
+            "traffic_class": 3,
+            "net_name": "IB",
+            "collnet_enable": True,
+            "blocking": True,
+        }
     )
     assert options.config((2, 27, 0)) == {
         "blocking": 1,
