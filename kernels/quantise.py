@@ -65,7 +65,7 @@ def quantise_kernel(
         counts = tl.load(row + 3)
         written = (counts >> 32).to(tl.int32)
         valid = tl.where(address == 0, 0, counts.to(tl.int32))  # tiles.ABSENT
-        first = tl.load(row + 2)
+        first = tl.multiple_of(tl.load(row + 2), BLOCK)
         block = tl.arange(0, BLOCKS)
         places = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         source_address = address + tl.load(row + 1) * SOURCE_BYTES
@@ -79,7 +79,10 @@ def quantise_kernel(
             element = tl.load(source + places, mask=places < valid, other=0)
         value = (widen(element, SOURCE, COMPUTE) * factor).to(tl.float32)
         if FEEDBACK:
-            value += tl.load(residual + first + places, mask=inside, other=0.0)
+            if written == TILE:
+                value += tl.load(residual + first + places)
+            else:
+                value += tl.load(residual + first + places, mask=inside, other=0.0)
 
         magnitude = value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF  # orders like the numbers; what is not finite comes last
         largest = tl.max(magnitude.to(tl.int32), axis=1)
@@ -90,10 +93,16 @@ def quantise_kernel(
         reciprocal = tl.where(sent, tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(sent, step, 1.0)), 0.0)
         value = tl.where(finite[:, None], value, 0.0)
         code = _encode(value * reciprocal[:, None], CODE)
-        tl.store(codes + first + places, code, mask=inside)
+        lost = value - _decode(code, CODE) * step[:, None]
+        if written == TILE:
+            tl.store(codes + first + places, code)
+            if FEEDBACK:
+                tl.store(residual + first + places, lost)
+        else:
+            tl.store(codes + first + places, code, mask=inside)
+            if FEEDBACK:
+                tl.store(residual + first + places, lost, mask=inside)
         tl.store(scales + first // BLOCK + block, tl.where(finite, step, float("nan")), mask=block * BLOCK < written)
-        if FEEDBACK:
-            tl.store(residual + first + places, value - _decode(code, CODE) * step[:, None], mask=inside)
 
 
 @triton.jit
@@ -116,12 +125,13 @@ def dequantise_kernel(
     address = tl.load(addresses + tl.load(row))
     if address > 0:  # neither ABSENT nor OTHER
         valid = tl.load(row + 3).to(tl.int32)
-        first = tl.load(row + 2)
+        first = tl.multiple_of(tl.load(row + 2), BLOCK)
         places = tl.arange(0, TILE)
         inside = places < valid
+        reach = tl.multiple_of((valid + BLOCK - 1) // BLOCK * BLOCK, BLOCK)  # the codes' last block is whole
         COMPUTE: tl.constexpr = tl.float64 if RESULT == "float64" else tl.float32
-        code = tl.load(codes + first + places, mask=inside, other=0)
-        step = tl.load(scales + (first + places) // BLOCK, mask=inside, other=0.0)
+        code = tl.load(codes + first + places, mask=places < reach, other=0)
+        step = tl.load(scales + (first + places) // BLOCK, mask=places < reach, other=0.0)
         value = (_decode(code, CODE) * step).to(COMPUTE) * tl.load(factor_pointer).to(COMPUTE)
         target_address = address + tl.load(row + 1) * RESULT_BYTES
         target = target_address.to(tl.pointer_type(RESULT_ELEMENT))

@@ -28,7 +28,7 @@ def _mixed(source: torch.dtype, device: str) -> tuple[list[Tensor | None], list[
         None,
         values(4100, source),
     ]
-    return [None if t is None else t.to(device) for t in tensors], [16, 32, 64, 8256, 17_300, 17_301, 17_400, 17_408], 26_000
+    return [None if t is None else t.to(device) for t in tensors], [16, 32, 64, 8256, 17_300, 17_301, 17_400, 17_408], 21_600
 
 
 def _numels(tensors: list[Tensor | None]) -> list[int]:
@@ -43,10 +43,9 @@ def check_flatten(plan: FlattenFactory, source: torch.dtype, result: torch.dtype
             continue
         before = values(total, result, seed=3).to(device)
         out, expected = before.clone(), before.clone()
-        for _ in range(2):
-            flatten.flatten(tensors, out, scale, accumulate)
-            reference.flatten(tensors, offsets, expected, scale, accumulate)
-            assert_same_bits(out.cpu(), expected.cpu())
+        flatten.flatten(tensors, out, scale, accumulate)
+        reference.flatten(tensors, offsets, expected, scale, accumulate)
+        assert_same_bits(out.cpu(), expected.cpu())
 
 
 def check_unflatten(plan: FlattenFactory, source: torch.dtype, result: torch.dtype, device: str) -> None:
