@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddpcomm import ops
+from ddpcomm._native import GradientTable
 from ddpcomm.comm.base import Communicator
 from ddpcomm.layout import BucketLayout
-from ddpcomm.ops import FlattenPlan
+from ddpcomm.native import reader
 from ddpcomm.parameters import ManagedParameter
 
 
@@ -51,21 +53,24 @@ class Bucket:
         self.slots = layout.slots
         self.members = [managed[slot.parameter] for slot in self.slots]
         self.parameters = [m.parameter for m in self.members]
-        self._raw = [self.buffer.narrow(0, slot.offset, slot.numel) for slot in self.slots]
-        self.views = [_view(raw, m.parameter) for raw, m in zip(self._raw, self.members, strict=True)]
+        self.views = [
+            _view(self.buffer.narrow(0, slot.offset, slot.numel), parameter)
+            for slot, parameter in zip(self.slots, self.parameters, strict=True)
+        ]
         self.native_format = all(m.bucket_dtype == dtype for m in self.members)
         self.status = self.buffer.narrow(0, layout.status_offset, layout.status_numel)
         self.flags = self.buffer.narrow(0, layout.flags_offset, len(layout.flagged))
         self._ones = torch.ones(len(layout.flagged), dtype=dtype, device=device)
-        self._plan = FlattenPlan(
+        self._plan = ops.FlattenPlan(
             [slot.numel for slot in self.slots] + [len(layout.flagged)],
             [slot.offset for slot in self.slots] + [layout.flags_offset],
             layout.total_numel,
             dtype,
             device,
         )
-        self._expected = [(m.parameter, view, m.parameter.dtype) for m, view in zip(self.members, self.views, strict=True)]
+        self._table = GradientTable(reader, self.parameters, self.views)
         self._gradients: list[Tensor | None] = []
+        self._odd: frozenset[int] = frozenset()
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -75,23 +80,23 @@ class Bucket:
         Returns:
             What is to be flattened, by slot (what lies in the bucket already among it); what doesn't fit, and is left out.
         """
-        sources: list[Tensor | None] = []
-        gradients: list[Tensor | None] = []
+        gradients, odd = self._table.gather()
+        self._gradients, self._odd = gradients, frozenset(odd)
+        if not odd:
+            return gradients, []
+        sources = list(gradients)
         misfits: list[Misfit] = []
-        for position, (parameter, view, dtype) in enumerate(self._expected):
-            gradient = parameter.grad
-            gradients.append(gradient)
+        for position in odd:
+            gradient, parameter, view = gradients[position], self.parameters[position], self.views[position]
             if gradient is None:
-                sources.append(None)
-            elif gradient is view:
-                sources.append(self._raw[position])
-            elif gradient.layout is not torch.strided or gradient.dtype is not dtype or gradient.device != self.device:
-                found = f"{gradient.dtype} {gradient.layout} on {gradient.device}"
-                misfits.append(Misfit(self.slots[position].parameter, gradient.layout is not torch.strided, found))
-                sources.append(None)
+                continue
+            strided = gradient.layout is torch.strided
+            if strided and gradient.dtype is parameter.dtype and gradient.device == self.device:
+                sources[position] = _in_memory_order(gradient, view)
             else:
-                sources.append(_in_memory_order(gradient, view))
-        self._gradients = gradients
+                found = f"{gradient.dtype} {gradient.layout} on {gradient.device}"
+                misfits.append(Misfit(self.slots[position].parameter, not strided, found))
+                sources[position] = None
         return sources, misfits
 
     def pack(self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, scale: float) -> None:
@@ -131,26 +136,22 @@ class Bucket:
             as_view: `.grad` becomes the bucket's memory.
         """
         if as_view and self.native_format:
-            for parameter, view, gradient, flag in zip(self.parameters, self.views, self._gradients, used, strict=True):
-                if flag and gradient is not view:
-                    parameter.grad = view
+            self._table.assign_views(self._gradients, used)
             return
         targets: list[Tensor | None] = []
-        for position, (parameter, view, gradient) in enumerate(zip(self.parameters, self.views, self._gradients, strict=True)):
-            if not used[position] or gradient is view:
-                targets.append(None)
-                continue
-            if gradient is None:
-                gradient = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=parameter.device)
-                parameter.grad = gradient
-            flat = _in_memory_order(gradient, view)
-            if flat.data_ptr() == gradient.data_ptr():
-                targets.append(flat)
-            else:
-                targets.append(None)
-                with torch.no_grad():
-                    gradient.copy_(view)
+        rest: list[int] = []
+        for position, gradient in enumerate(self._gradients):
+            plain = gradient is not None and used[position] and position not in self._odd
+            targets.append(gradient if plain else None)
+            if used[position] and not plain:
+                rest.append(position)
         self._plan.unflatten(self.buffer, [*targets, None])
+        for position in rest:
+            parameter, view = self.parameters[position], self.views[position]
+            if parameter.grad is None:
+                parameter.grad = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=parameter.device)
+            with torch.no_grad():
+                parameter.grad.copy_(view)
 
     def forget(self) -> None:
         """Lets go of the gradients that `gather` saw, so that they can be freed."""
@@ -158,11 +159,10 @@ class Bucket:
 
     def lost(self, fires: Sequence[int]) -> list[int]:
         """Of the parameters that received a gradient, by their count, those whose `.grad` is none, or not what `gather` saw."""
-        return [
-            slot.parameter
-            for slot, parameter, gradient in zip(self.slots, self.parameters, self._gradients, strict=False)
-            if (gradient is None and fires[slot.parameter]) or parameter.grad is not gradient
-        ]
+        changed = self._table.changed(self._gradients)
+        missing = [position for position, gradient in enumerate(self._gradients) if gradient is None]
+        positions = [*changed, *(p for p in missing if fires[self.slots[p].parameter])]
+        return [self.slots[position].parameter for position in positions]
 
 
 def _plain(numel: int, dtype: torch.dtype) -> Tensor:

@@ -67,6 +67,8 @@ class ParameterSet:
                 self.managed.append(ManagedParameter(name, parameter, id(parameter) in declared or name in sparse))
             else:
                 self._frozen.append(parameter)
+        self.names = [m.name for m in self.managed]
+        self.parameters = [m.parameter for m in self.managed]
         self._containers = [c for m in modules for c in (m._parameters, m._modules)]
         # The containers keep what is in them alive, and so do we: an id can't come back as another object's.
         self._held = [value for container in self._containers for value in container.values()]
@@ -75,13 +77,6 @@ class ParameterSet:
     def _look(self) -> list[int]:
         return [id(value) for container in self._containers for value in container.values()]
 
-    @property
-    def names(self) -> list[str]:
-        return [m.name for m in self.managed]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [m.parameter for m in self.managed]
 
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddpcomm.parameters import ParameterSet
+from ddpcomm.parameters import ManagedParameter, ParameterSet
 from ddpcomm.reduction import Reduction
 from ddpcomm.statistics import Statistics
 
@@ -41,7 +41,7 @@ class Record:
         """Whether a gradient is waiting for its average, from a backward before."""
         return id(parameter) in self._own and parameter.grad is not None
 
-    def averaged(self, reduction: Reduction, parameters: ParameterSet, used: Sequence[bool], somewhere: Sequence[bool]) -> list[str]:
+    def averaged(self, reduction: Reduction, parameters: ParameterSet, used: list[bool], somewhere: Sequence[bool]) -> list[str]:
         """Gradients were averaged.
 
         Args:
@@ -55,14 +55,17 @@ class Record:
         """
         self._own.clear()
         self.complete = True
-        self.unused = {
-            name: "used on other ranks only" if anywhere else "used on no rank"
-            for name, here, anywhere in zip(parameters.names, used, somewhere, strict=True)
-            if not here
-        }
-        self.graph_is_static = self.graph_is_static and self._used_before in (None, list(used))
-        self._used_before = list(used)
-        idle = [m for m, anywhere in zip(parameters.managed, somewhere, strict=True) if not anywhere]
+        idle: list[ManagedParameter] = []
+        self.unused = {}
+        if not all(used):
+            idle = [m for m, anywhere in zip(parameters.managed, somewhere, strict=True) if not anywhere]
+            self.unused = {
+                name: "used on other ranks only" if anywhere else "used on no rank"
+                for name, here, anywhere in zip(parameters.names, used, somewhere, strict=True)
+                if not here
+            }
+        self.graph_is_static = self.graph_is_static and self._used_before in (None, used)
+        self._used_before = used
         self.statistics.unused_parameter_bytes = sum(m.parameter.nbytes for m in idle)
         if self._keep_counts:
             self._flags = [(bucket.layout.flagged, bucket.flags.clone()) for bucket in reduction.arrangement.buckets]

@@ -142,6 +142,7 @@ class Reducer:
 
     def _new_arrangement(self) -> Arrangement:
         managed, caps = self.parameters.managed, self.options.caps
+        self._in_order = [managed[index].parameter for index in self._order]
         return Arrangement(managed, self._order, caps, self.communicator, wire_dtype=self.wire_dtype, apart=self.hook is not None)
 
     def use(self, communicator: Communicator) -> None:
@@ -184,8 +185,7 @@ class Reducer:
 
     def _likely_first(self) -> Sequence[Tensor]:
         """The parameters, the one first that is likely to receive the first gradient."""
-        parameters = self.parameters.parameters
-        return [parameters[index] for index in self._order]
+        return self._in_order
 
     def _begin(self, synchronize: bool) -> None:
         synchronize = synchronize or self._requested
@@ -291,7 +291,9 @@ class Reducer:
 
     def _synchronize(self, reduction: Reduction, fires: Sequence[int]) -> None:
         self.statistics.gradients_complete()
-        used = [count > 0 or self.record.is_own(p) for count, p in zip(fires, self.parameters.parameters, strict=True)]
+        used = [count > 0 for count in fires]
+        if not all(used):
+            used = [flag or self.record.is_own(p) for flag, p in zip(used, self.parameters.parameters, strict=True)]
         self.launch_rest(reduction, used, lambda: self._notices(reduction, fires))
         settle(self, reduction, used, fires, void=False)
         for future in self.wait_for:
@@ -331,7 +333,8 @@ class Reducer:
             found.add(Notice.FAILED)
         if self.late:
             found.add(Notice.LATE)
-        frozen = any(not p.requires_grad for p, count in zip(self.parameters.parameters, fires, strict=True) if not count)
+        idle = [index for index, count in enumerate(fires) if not count]
+        frozen = any(not self.parameters.managed[index].parameter.requires_grad for index in idle)
         if self._changed or reduction.misfits or frozen:
             found.add(Notice.CHANGED)
         if not self.learned and self.communicator.rank == 0 and any(fires):

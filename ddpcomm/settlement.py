@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ddpcomm.reducer import Reducer
 
 
-def settle(reducer: Reducer, reduction: Reduction, used: Sequence[bool], fires: Sequence[int], *, void: bool) -> None:
+def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequence[int], *, void: bool) -> None:
     """Waits for a reduction whose buckets have all gone out, and finishes it. Collective.
 
     Args:
@@ -119,7 +119,7 @@ def _refuse_lopsided(reducer: Reducer, agreement: Agreement) -> None:
         )
 
 
-def _put_in_place(reducer: Reducer, reduction: Reduction, used: Sequence[bool], newcomers: Collection[str], *, void: bool) -> None:
+def _put_in_place(reducer: Reducer, reduction: Reduction, used: list[bool], newcomers: Collection[str], *, void: bool) -> None:
     if void:
         return
     somewhere = reduction.used_somewhere(used)

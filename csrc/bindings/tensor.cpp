@@ -66,6 +66,37 @@ TensorView TensorReader::read(PyObject* object) const {
             is_dense(tensor.ndim, tensor.shape, tensor.strides, numel)};
 }
 
+TensorDescription TensorReader::describe(PyObject* object) const {
+    dlpack::Tensor tensor;
+    if (!api_) return {};
+    if (api_->tensor_from_py_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return {};
+    }
+    return {true,
+            {tensor.dtype_code, tensor.dtype_bits},
+            tensor.device_type,
+            tensor.device_id,
+            {tensor.shape, tensor.shape + tensor.ndim},
+            {tensor.strides, tensor.strides + tensor.ndim}};
+}
+
+bool TensorReader::matches(PyObject* object, const TensorDescription& strides, const TensorDescription& kind) const {
+    if (!strides.complete || !kind.complete) return false;
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_py_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    if (tensor.dtype_code != kind.dtype.code || tensor.dtype_bits != kind.dtype.bits || tensor.device_type != kind.device_type ||
+        tensor.device_id != kind.device_id || tensor.ndim != static_cast<std::int32_t>(strides.shape.size()))
+        return false;
+    for (std::int32_t i = 0; i < tensor.ndim; ++i) {
+        if (tensor.shape[i] != strides.shape[i] || (tensor.shape[i] > 1 && tensor.strides[i] != strides.strides[i])) return false;
+    }
+    return true;
+}
+
 TensorView TensorReader::read_attributes(PyObject* object) const {
     const py::handle tensor(object);
     const py::object dtype = tensor.attr("dtype");

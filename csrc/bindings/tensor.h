@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "ddpcomm/dtype.h"
 #include "dlpack.h"
@@ -18,6 +19,16 @@ struct TensorView {
     bool dense;  // its elements fill a stretch of memory, without gap or overlap, in any order of dimensions
 };
 
+// What another tensor is compared with. `complete` is false where that can't be told fast: nothing matches then.
+struct TensorDescription {
+    bool complete = false;
+    Dtype dtype{};
+    std::int32_t device_type = 0;
+    std::int32_t device_id = 0;
+    std::vector<std::int64_t> shape;
+    std::vector<std::int64_t> strides;  // that of a dimension of size 1 or less is never taken
+};
+
 // Two ways to the same facts. Through DLPack's C interface a tensor takes some 15 ns; through attributes and methods (torch 2.9, which has
 // no such interface) some 300 ns.
 class TensorReader {
@@ -27,6 +38,12 @@ class TensorReader {
 
     // Throws TypeError for anything but a dense-layout tensor.
     TensorView read(PyObject* object) const;
+
+    // Through DLPack alone.
+    TensorDescription describe(PyObject* object) const;
+
+    // Whether a tensor has the shape and strides of one description, and dtype and device of another. Through DLPack alone, else false.
+    bool matches(PyObject* object, const TensorDescription& strides, const TensorDescription& kind) const;
 
     bool uses_dlpack() const { return api_ != nullptr; }
 

@@ -1,0 +1,105 @@
+// Looks at the gradients of a bucket's parameters: the part of a bucket's work that is per parameter, 0.2 us each instead of 1.5 in Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <vector>
+
+#include "tensor.h"
+
+namespace py = pybind11;
+
+namespace ddpcomm {
+namespace {
+
+constexpr std::uint8_t kComplex = 5;  // DLPack's code: a complex gradient is reduced as pairs of real elements
+
+class GradientTable {
+  public:
+    GradientTable(std::shared_ptr<TensorReader> reader, py::list parameters, py::list views)
+        : reader_(std::move(reader)),
+          parameters_(std::move(parameters)),
+          views_(std::move(views)),
+          grad_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("grad"))),
+          is_neg_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("is_neg"))) {
+        if (parameters_.size() != views_.size()) throw py::value_error("there must be as many views as parameters");
+        for (std::size_t i = 0; i < parameters_.size(); ++i) {
+            places_.push_back({reader_->describe(views_[i].ptr()), reader_->describe(parameters_[i].ptr())});
+        }
+    }
+
+    // (gradients, odd): every parameter's .grad, and the positions of those that are neither None, nor the view itself, nor a tensor of the
+    // parameter's dtype and device with the view's strides. Complex ones are always odd.
+    py::tuple gather() const {
+        const py::ssize_t count = static_cast<py::ssize_t>(parameters_.size());
+        py::list gradients(count);
+        py::list odd;
+        for (py::ssize_t i = 0; i < count; ++i) {
+            const py::object gradient = grad_of(i);
+            const bool placed = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i) && places_[i].simple();
+            if (!gradient.is_none() && !placed && !is_plain(gradient.ptr(), places_[i])) odd.append(i);
+            PyList_SET_ITEM(gradients.ptr(), i, gradient.inc_ref().ptr());
+        }
+        return py::make_tuple(gradients, odd);
+    }
+
+    // Positions whose .grad is no longer the object that `gather` saw.
+    py::list changed(const py::list& gradients) const {
+        py::list found;
+        for (py::ssize_t i = 0; i < static_cast<py::ssize_t>(gradients.size()); ++i) {
+            if (grad_of(i).ptr() != PyList_GET_ITEM(gradients.ptr(), i)) found.append(i);
+        }
+        return found;
+    }
+
+    // Makes the view the .grad of every parameter that is flagged and doesn't have it yet.
+    void assign_views(const py::list& gradients, const std::vector<bool>& flags) const {
+        for (std::size_t i = 0; i < flags.size(); ++i) {
+            const py::handle view = views_[i];
+            if (flags[i] && gradients[i].ptr() != view.ptr() && PyObject_SetAttr(parameters_[i].ptr(), grad_.ptr(), view.ptr()) != 0)
+                throw py::error_already_set();
+        }
+    }
+
+  private:
+    struct Place {
+        TensorDescription view;       // whose strides count
+        TensorDescription parameter;  // whose dtype and device count
+
+        bool simple() const { return view.complete && parameter.complete && view.dtype.code != kComplex; }
+    };
+
+    py::object grad_of(py::ssize_t i) const {
+        PyObject* const gradient = PyObject_GetAttr(PyList_GET_ITEM(parameters_.ptr(), i), grad_.ptr());
+        if (!gradient) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(gradient);
+    }
+
+    bool is_plain(PyObject* gradient, const Place& place) const {
+        if (!place.simple() || !reader_->matches(gradient, place.view, place.parameter)) return false;
+        PyObject* const negative = PyObject_CallMethodNoArgs(gradient, is_neg_.ptr());
+        if (!negative) throw py::error_already_set();
+        Py_DECREF(negative);
+        return negative == Py_False;
+    }
+
+    std::shared_ptr<TensorReader> reader_;
+    py::list parameters_;
+    py::list views_;
+    py::object grad_;
+    py::object is_neg_;
+    std::vector<Place> places_;
+};
+
+}  // namespace
+}  // namespace ddpcomm
+
+void bind_gradients(py::module_& module) {
+    using ddpcomm::GradientTable;
+    py::class_<GradientTable>(module, "GradientTable", "The .grad of a bucket's parameters. See ddpcomm.buckets.Bucket.")
+        .def(py::init<std::shared_ptr<ddpcomm::TensorReader>, py::list, py::list>(), py::arg("reader"), py::arg("parameters"),
+             py::arg("views"))
+        .def("gather", &GradientTable::gather)
+        .def("changed", &GradientTable::changed, py::arg("gradients"))
+        .def("assign_views", &GradientTable::assign_views, py::arg("gradients"), py::arg("flags"));
+}
