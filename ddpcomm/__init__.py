@@ -3,5 +3,6 @@
 from ddpcomm import hooks, ops
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.ddp import DistributedDataParallel
+from ddpcomm.install import install, uninstall
 
-__all__ = ["DistributedDataParallel", "create_communicator", "hooks", "ops"]
+__all__ = ["DistributedDataParallel", "create_communicator", "hooks", "install", "ops", "uninstall"]
