@@ -185,12 +185,12 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        recomputing = torch._C._current_graph_task_id() != -1
-        if torch.is_grad_enabled() and not recomputing:
+        local = _is_local()
+        if torch.is_grad_enabled() and not local:
             self._statistics.forward_starts(self.require_backward_grad_sync)
             self._reducer.prepare_forward()
             self._adopt_optimizer_hooks()
-        if not recomputing:
+        if not local:
             source = self._join_iteration()
             if self._syncs_buffers() and not self._syncs_buffers_after_forward():
                 self._sync_buffers(source)
@@ -200,9 +200,9 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _is_transformed():
             return output
-        if torch._C._current_graph_task_id() == -1:
+        if not _is_local():
             if self._syncs_buffers() and self._syncs_buffers_after_forward():
                 self._sync_buffers(0)
             if self.module.training:
@@ -373,6 +373,16 @@ class DistributedDataParallel(TorchNames, Joinable):
         self._communicator = communicator
         self._guard = None
         self._start()
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func transforms what runs now: it takes its gradients by itself, on this rank alone."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_local() -> bool:
+    """Whether the forward that runs now is no step of training: a checkpoint's recomputation during backward, or a transformed one."""
+    return torch._C._current_graph_task_id() != -1 or _is_transformed()
 
 
 TorchDDP.register(DistributedDataParallel)
