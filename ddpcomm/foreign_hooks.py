@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ddpcomm._native import CountdownHook
+
 Hook = Callable[[Tensor], Any]
 
 
@@ -51,7 +53,7 @@ class ForeignHooks:
         self._seen = count
         for table in self._tables:
             for key, hook in table.items():
-                if not isinstance(hook, _Door) and not hasattr(hook, "counts_for_reducer"):
+                if not isinstance(hook, (_Door, CountdownHook)):
                     table[key] = _Door(hook, self._admit)
 
     def _admit(self, hook: Hook, parameter: Tensor) -> None:
