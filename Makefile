@@ -40,9 +40,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt tools/extras.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt -e ".[$$($(BIN)/python tools/extras.py)]"
 	touch $@
 
-# Only the extension is built again when its sources change.
+# Only the extension is built again when its sources change. What pip has just built is not.
 $(BUILT): $(INSTALLED) $(SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	extension="$$(ls -t ddpcomm/_native*.so | head -1)"; \
+	test -z "$$(find csrc setup.py -type f -newer "$$extension" -print -quit)" || $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 # Shares the cores out among the ranks; torchrun would give each rank one core, with a warning.
