@@ -28,7 +28,13 @@ MUST_NOT_REACH = {
     "ddpcomm.comm": CHAIN,
     "ddpcomm.errors": ("ddpcomm", "torch"),
 }
-DISTRIBUTED = ("torch.distributed", "torch.nn.parallel", "torch._C._distributed_c10d", "torch._C._distributed_autograd")
+DISTRIBUTED = (
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch._C._distributed_c10d",
+    "torch._C._distributed_autograd",
+)
 ELSEWHERE = ("ddpcomm._native", "ddpcomm.kernels")  # parts of the package whose source is not below ddpcomm/
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
 INCLUDE_OF_TORCH = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10|caffe2)/')
@@ -57,25 +63,30 @@ def within(name: str, package: str) -> bool:
 def read_module(path: Path, name: str) -> Module:
     module = Module(name, path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        for used in imported(node, package):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    full_names = {}
+    for node in nodes:
+        for local, used in imported(node, package).items():
             module.imports.setdefault(used, node.lineno)
+            full_names[local] = used
+    for node in nodes:
         if isinstance(node, ast.Attribute) and (dotted := dotted_name(node)):
-            module.attributes.setdefault(dotted, node.lineno)
+            first, _, rest = dotted.partition(".")
+            module.attributes.setdefault(f"{full_names.get(first, first)}.{rest}", node.lineno)
     return module
 
 
-def imported(node: ast.AST, package: str) -> list[str]:
-    """The full names of what a statement or a call of `import_module` brings in; `package` is where relative ones start."""
+def imported(node: ast.AST, package: str) -> dict[str, str]:
+    """What a statement, or a call of `import_module`, brings in: full names by local ones. `package` is where relative ones start."""
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
+        return {alias.asname or alias.name: alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom):
         parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
         source = ".".join([*parents, *([node.module] if node.module else [])])
-        return [f"{source}.{alias.name}" for alias in node.names]
+        return {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
     if isinstance(node, ast.Call) and (dotted_name(node.func) or "").rpartition(".")[2] in ("import_module", "__import__"):
-        return [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
-    return []
+        return {str(argument.value): str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)}
+    return {}
 
 
 def dotted_name(node: ast.AST) -> str | None:
