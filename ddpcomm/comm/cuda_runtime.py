@@ -61,6 +61,9 @@ class CudaRuntime(Protocol):
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
 
+    def let_others_capture(self) -> None:
+        """What the calling thread asks of the device shall not disturb CUDA graphs that other threads capture."""
+
     def tensor_at(self, pointer: int, nbytes: int, on_release: Callable[[], None]) -> Tensor:
         """A tensor of bytes over memory of the device. `on_release` is called, in any thread, when no tensor uses the memory any more."""
 
@@ -83,7 +86,7 @@ def for_device(device: torch.device) -> tuple[torch.device, CudaRuntime]:
 
 def order_after(runtime: CudaRuntime, stream: Stream, producers: Iterable[Stream], event: Event) -> None:
     """What is put on `stream` from now on runs after what is on `producers` now. One event, recorded again and again, does for all."""
-    for producer in producers:
+    for producer in {each.cuda_stream: each for each in producers}.values():
         if producer.cuda_stream != stream.cuda_stream:
             runtime.record(event, producer)
             runtime.wait(stream, event)
@@ -153,6 +156,10 @@ class TorchCudaRuntime:
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def let_others_capture(self) -> None:
+        cudart = _cudart()
+        _checked(cudart.cudaThreadExchangeStreamCaptureMode, cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
 
     def tensor_at(self, pointer: int, nbytes: int, on_release: Callable[[], None]) -> Tensor:
         memory = _DeviceMemory(pointer, nbytes)

@@ -14,6 +14,7 @@ decides by size and topology. All-gather and reduce-scatter of S bytes a rank mo
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -37,7 +38,7 @@ from ddpcomm.comm.nccl_work import NcclWork
 from ddpcomm.comm.order import CollectiveOrder
 from ddpcomm.comm.process_group import resolve
 from ddpcomm.comm.rendezvous import Rendezvous
-from ddpcomm.errors import CollectiveMismatchError, CommunicationError, ConfigurationError, RankMismatchError
+from ddpcomm.errors import ClosedError, CollectiveMismatchError, CommunicationError, ConfigurationError, RankMismatchError
 
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -70,7 +71,8 @@ class NcclCommunicator(Communicator):
         self._order = CollectiveOrder()
         failing = threading.Event()
         self._lanes = Lanes(handles, library, runtime, timeout, failing.is_set)
-        self._watchdog = Watchdog(rendezvous, self._order, timeout, failing, self._lanes.error, self._lanes.abort)
+        self._watchdog = Watchdog(rendezvous, self._order, timeout, failing, runtime, self._lanes.error, self._lanes.abort)
+        rendezvous.interrupt = self._watchdog.raise_if_failed
         self._memory = BucketMemory(library, runtime, self._lanes, rendezvous, equipment.device, options.memory)
         self._in_turn = len(handles) > 1 and not options.runs_side_by_side(library.version)
         self._previous_end: Event | None = None
@@ -149,7 +151,7 @@ class NcclCommunicator(Communicator):
             operator = self._operator(lane, real.dtype, op, factor)
             return lambda handle: self._library.all_reduce(handle, real, operator, lane.stream)
 
-        detail = f"{op}{'' if scale is None else f' of {scale:g} times'} {self._memory.place(real)}"
+        detail = f"{op}{'' if scale is None else f' of {scale:g} times'}{self._memory.place(real)}"
         return self._issue("all_reduce", (real,), detail, begin, streams, tag)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
@@ -169,7 +171,7 @@ class NcclCommunicator(Communicator):
         def begin(lane: Lane) -> Callable[[Handle], None]:
             return lambda handle: self._library.all_gather(handle, raw_out, raw, lane.stream)
 
-        return self._issue("all_gather", (raw, raw_out), self._memory.place(raw_out), begin)
+        return self._issue("all_gather", (raw, raw_out), f"gather{self._memory.place(raw_out)}", begin)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Work:
         real_out, real = self._reducible(out), self._reducible(tensor)
@@ -179,7 +181,7 @@ class NcclCommunicator(Communicator):
             operator = self._operator(lane, real.dtype, op, factor)
             return lambda handle: self._library.reduce_scatter(handle, real_out, real, operator, lane.stream)
 
-        return self._issue("reduce_scatter", (real, real_out), f"{op} {self._memory.place(real)}", begin)
+        return self._issue("reduce_scatter", (real, real_out), f"{op}{self._memory.place(real)}", begin)
 
     def _barrier(self) -> Work:
         token = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -187,7 +189,7 @@ class NcclCommunicator(Communicator):
         def begin(lane: Lane) -> Callable[[Handle], None]:
             return lambda handle: self._library.all_reduce(handle, token, SUM, lane.stream)
 
-        return self._issue("barrier", (token,), "", begin, blocking=True)
+        return self._issue("barrier", (token,), "all ranks", begin, blocking=True)
 
     def _issue(
         self,
@@ -213,15 +215,18 @@ class NcclCommunicator(Communicator):
                 lane.follow([current, *streams])
                 if self._in_turn and self._previous_end is not None:
                     self._runtime.wait(lane.stream, self._previous_end)
-                lane.call(str(operation), call)
+                lane.call(operation, call)
+            except ClosedError:
+                self._watchdog.raise_if_failed()  # aborted just now
+                raise
             except CommunicationError as error:
                 raise self._watchdog.fail(error) from error
             end = self._runtime.create_event()
             self._runtime.record(end, lane.stream)
             self._previous_end = end
-        work = NcclWork(operation, end, tensors, current.cuda_stream, self._limit, self._runtime, self._watchdog, blocking)
-        if not self._runtime.is_capturing():  # the events of a captured collective can't be asked
-            self._watchdog.watch(work)
+            work = NcclWork(operation, end, tensors, current.cuda_stream, self._limit, self._runtime, self._watchdog, blocking)
+            if not self._runtime.is_capturing():  # the events of a captured collective can't be asked
+                self._watchdog.watch(work)
         return work
 
     def _factor(
@@ -233,7 +238,7 @@ class NcclCommunicator(Communicator):
         applied here, in a pass of its own, with the rounding of a float32 product.
         """
         factor = 1.0 / self.world_size if op == "avg" else scale
-        if factor is None or tensor.dtype in (torch.float32, torch.float64) or torch.tensor(factor, dtype=tensor.dtype).item() == factor:
+        if factor is None or _holds(tensor.dtype, factor):
             return factor, streams
         order_after(self._runtime, self._runtime.current_stream(), streams, self._runtime.create_event())
         tensor.mul_(factor)
@@ -334,6 +339,12 @@ class NcclCommunicator(Communicator):
             self._lanes.abort()
             self._memory.close()
         self._lanes.destroy_streams()
+
+
+@functools.lru_cache(maxsize=64)
+def _holds(dtype: torch.dtype, factor: float) -> bool:
+    """Whether scaling in a dtype is as good with the factor rounded to it."""
+    return dtype in (torch.float32, torch.float64) or torch.tensor(factor, dtype=dtype).item() == factor
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -49,8 +49,9 @@ class Lane:
         """What the lane issues from now on runs after what is on these streams now."""
         order_after(self._runtime, self.stream, producers, self._ready)
 
-    def call(self, operation: str, function: Callable[[Handle], _Result]) -> _Result:
-        """Calls `function` with the communicator. When it returns, the call has been taken: its work is on the stream.
+    def call(self, operation: object, function: Callable[[Handle], _Result]) -> _Result:
+        """Calls `function` with the communicator. When it returns, the call has been taken: its work is on the stream. `operation` names
+        it in errors.
 
         Raises:
             ClosedError: the lane is closed or aborted.
@@ -143,7 +144,7 @@ class Lane:
                 self._lock.release()
 
 
-def settle(library: NcclLibrary, communicator: Handle, operation: str, limit: timedelta, failing: Callable[[], bool]) -> None:
+def settle(library: NcclLibrary, communicator: Handle, operation: object, limit: timedelta, failing: Callable[[], bool]) -> None:
     """Waits until a non-blocking communicator has taken its last call.
 
     Until then nothing may be put on the stream that the call was given, and no other call be made.
@@ -164,4 +165,4 @@ def settle(library: NcclLibrary, communicator: Handle, operation: str, limit: ti
         if polls > _POLLS_WITHOUT_PAUSE:
             time.sleep(_PAUSE_SECONDS)
     if state != SUCCESS:
-        raise library.error(communicator, state, operation)
+        raise library.error(communicator, state, str(operation))

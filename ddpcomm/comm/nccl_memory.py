@@ -31,6 +31,7 @@ class MemoryMode(enum.IntEnum):
     WINDOW = 2
 
 
+_PAGE_BYTES = 4096
 _FUNCTIONS = {
     MemoryMode.REGISTERED: ("ncclMemAlloc", "ncclCommRegister"),
     MemoryMode.WINDOW: ("ncclMemAlloc", "ncclCommWindowRegister"),
@@ -123,7 +124,7 @@ class BucketMemory:
         if self.mode is not MemoryMode.WINDOW:
             return ""
         start = tensor.untyped_storage().data_ptr()
-        return f"window+{tensor.data_ptr() - start}" if start in self._windows else "no window"
+        return f" at {tensor.data_ptr() - start} of a window" if start in self._windows else " outside windows"
 
     def close(self) -> None:
         """Takes all registrations back. Tensors stay valid; their memory is freed with the last of them. The communicators live still."""
@@ -152,7 +153,7 @@ class BucketMemory:
     def _allocate(self, nbytes: int) -> tuple[_Block | None, str]:
         try:
             with self._runtime.on_device():
-                return _Block(self._library.allocate(nbytes), nbytes, self.mode), ""
+                return _Block(self._library.allocate(_whole_pages(nbytes)), nbytes, self.mode), ""
         except CommunicationError as error:
             return None, str(error)
 
@@ -163,7 +164,7 @@ class BucketMemory:
         register = self._library.register_window if window else self._library.register
         try:
             for lane in self._lanes:
-                handle = lane.call(name, lambda communicator: register(communicator, block.pointer, block.nbytes))
+                handle = lane.call(name, lambda communicator: register(communicator, block.pointer, _whole_pages(block.nbytes)))
                 if not handle:
                     return f"{name} does not register memory here"
                 block.registrations.append((lane, handle))
@@ -219,6 +220,11 @@ class BucketMemory:
                 continue  # aborted, and the registration with it
             except CommunicationError as error:
                 _log.warning("memory could not be deregistered: %s", error)
+
+
+def _whole_pages(nbytes: int) -> int:
+    """Windows consist of pages (NCCL_WIN_REQUIRED_ALIGNMENT)."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _second_first(function: Callable[[Handle, Handle], None], handle: Handle, communicator: Handle) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Protocol
 
+from ddpcomm.comm.cuda_runtime import CudaRuntime
 from ddpcomm.comm.order import CollectiveOrder, Operation, Position
 from ddpcomm.comm.rendezvous import Distress, Rendezvous
 from ddpcomm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, PeerLostError
@@ -48,6 +49,7 @@ class Watchdog:
         order: what this rank has issued.
         limit: time limit of a collective.
         failing: is set as soon as the communicator has failed, before it is known why.
+        runtime: told of the thread.
         poll_errors: returns an error of libnccl's, if there is one; never blocks.
         abort: stops everything under way; returns within a time limit of its own.
     """
@@ -58,11 +60,13 @@ class Watchdog:
         order: CollectiveOrder,
         limit: timedelta,
         failing: threading.Event,
+        runtime: CudaRuntime,
         poll_errors: Callable[[], CommunicationError | None],
         abort: Callable[[], None],
     ) -> None:
         self._rendezvous = rendezvous
         self._order = order
+        self._runtime = runtime
         self._poll_errors = poll_errors
         self._abort = abort
         self._pause = min(max(limit / _POLLS_WITHIN_LIMIT, _SHORTEST_POLL), _LONGEST_POLL).total_seconds()
@@ -131,13 +135,14 @@ class Watchdog:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._failure is None and not self._stop.wait(self._pause):
-            try:
+        try:
+            self._runtime.let_others_capture()
+            while self._failure is None and not self._stop.wait(self._pause):
                 self._look()
-            except CommunicationError as error:
-                self.fail(error)
-            except Exception as error:  # CUDA's own errors among them: they, too, must reach the caller
-                self.fail(CommunicationError(f"looking after collectives failed: {type(error).__name__}: {error}"))
+        except CommunicationError as error:
+            self.fail(error)
+        except Exception as error:  # CUDA's own errors among them: they, too, must reach the caller
+            self.fail(CommunicationError(f"looking after collectives failed: {type(error).__name__}: {error}"))
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,6 +45,8 @@ class Rendezvous:
         self._store = store
         self._timeout = timeout
         self._meetings = 0
+        self.interrupt: Callable[[], None] | None = None
+        """Called again and again by whoever waits; raises to end the wait."""
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> Rendezvous:
@@ -105,6 +107,8 @@ class Rendezvous:
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _SHORTEST_POLL_SECONDS
         while not self._ask("check", [key]):
+            if self.interrupt is not None:
+                self.interrupt()
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} waited {self._timeout.total_seconds():g} s for {whom}. All ranks must make the same calls in the "

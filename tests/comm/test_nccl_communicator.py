@@ -170,6 +170,7 @@ def test_a_captured_collective_is_not_asked_after() -> None:
 
 def test_threads_that_issue_at_once_keep_one_order() -> None:
     recorder = idle_recorder()
+    recorder.library.slow = 102  # long enough to let other threads in
     with recorded_communicator(recorder, communicators=3) as communicator:
         threads = [
             threading.Thread(target=lambda: [communicator.all_reduce(torch.zeros(4)) for _ in range(30)], name=f"issue-{number}")

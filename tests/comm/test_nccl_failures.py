@@ -38,7 +38,7 @@ def test_a_time_limit_aborts_and_names_the_collective(impatient: None) -> None:
     work = communicator.all_reduce(torch.zeros(4), tag="bucket 3")
     error = caught(communicator)
     assert isinstance(error, CollectiveTimeoutError)
-    assert "all_reduce of bucket 3 (16 bytes, torch.float32, sum; collective number 0)" in str(error)
+    assert "all_reduce of bucket 3 (16 bytes, torch.float32, sum outside windows; collective number 0)" in str(error)
     assert recorder.library.calls[-1] == "abort"
     for call in (work.wait, work.is_completed, lambda: communicator.all_reduce(torch.zeros(4)), lambda: communicator.empty(4, torch.half)):
         with pytest.raises(CollectiveTimeoutError, match="bucket 3"):
@@ -201,3 +201,21 @@ def one_rank_aborts(context: RankContext) -> str:
 def test_an_abort_reaches_all_ranks(two_ranks: RankPool) -> None:
     for message in two_ranks.run(one_rank_aborts):
         assert "rank 1 called abort()" in message
+
+
+def one_rank_aborts_while_the_other_waits(context: RankContext) -> float:
+    communicator, _ = nccl_over_gloo(context, timeout=timedelta(seconds=60))
+    communicator.all_reduce(torch.zeros(4)).wait()
+    start = time.monotonic()
+    if context.rank == 1:
+        time.sleep(0.5)
+        communicator.abort()
+    else:
+        with pytest.raises(CommunicationError, match=r"rank 1 called abort\(\)"):
+            communicator.empty(4, torch.float32)
+    communicator.close()
+    return time.monotonic() - start
+
+
+def test_a_failure_elsewhere_ends_a_meeting(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(one_rank_aborts_while_the_other_waits)) < 50

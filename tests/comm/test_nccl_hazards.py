@@ -302,6 +302,17 @@ def test_order_with_an_oversized_parameter() -> None:
     assert collectives == ["comm0: all_reduce 64 B, op 0", "comm0: all_reduce 64000 B, op 0", "comm0: all_reduce 64 B, op 0"]
 
 
+def test_producing_streams_are_waited_for_once() -> None:
+    recorder = Recorder()
+    producing = ProducingStreams(recorder.runtime)
+    with recorder.runtime.on(recorder.runtime.make_stream("side")):
+        producing.note()
+    producing.note()
+    producing.join()
+    producing.join()
+    assert recorder.lines() == ["side: record", "main: wait for side"]
+
+
 def test_order_of_an_abort() -> None:
     """What is under way is stopped; nothing is put on any stream after that, and whoever waits is told."""
     recorder = Recorder()
