@@ -43,6 +43,7 @@ class BackwardWatch:
         self._parameters = weakref.WeakMethod(parameters)
         self._callback: _EndCallback | None = None
         self._alive: weakref.ref[_EndCallback] | None = None
+        self._likely: tuple[Tensor, Node | None] | None = None
 
     # ---- where it begins --------------------------------------------------------------------------------------------
 
@@ -63,11 +64,32 @@ class BackwardWatch:
 
     def _started(self, node: Node, synchronize: bool) -> None:
         begin, parameters = self._begin(), self._parameters()
-        if begin is None or parameters is None or not _accumulates(node, parameters):
+        if begin is None or parameters is None or not self._accumulates(node, parameters()):
             return
         if not self.running:
             self._queue()
         begin(synchronize)
+
+    def _accumulates(self, node: Node, parameters: Sequence[Tensor]) -> bool:
+        """Whether the running graph task is a backward, which accumulates into `.grad`, and not `torch.autograd.grad`.
+
+        The first of `parameters`, likely the first to receive a gradient, mostly tells at once. If not: a plain backward runs every node
+        below it, so any one leaf tells. With `backward(inputs=...)` only the leaves that were asked for run, and each parameter has to be
+        tried.
+        """
+        if self._likely is None or not parameters or self._likely[0] is not parameters[0]:
+            self._likely = (parameters[0], _accumulator(parameters[0])) if parameters else None
+        if self._likely is not None and _will_run(self._likely[1]):
+            return True
+        leaf = node
+        while True:
+            following = next((below for below, _ in leaf.next_functions if below is not None), None)
+            if following is None:
+                break
+            leaf = following
+        if leaf is node:  # torch doesn't count the node that backward starts from among those that it will run
+            return _will_run(leaf) is not None
+        return bool(_will_run(leaf)) or any(_will_run(_accumulator(p)) for p in parameters)
 
     @property
     def running(self) -> bool:
@@ -155,26 +177,6 @@ def _watch_leaf(watch: weakref.ref[BackwardWatch], leaf: Tensor, synchronize: bo
             owner._started(torch._C._current_autograd_node(), synchronize)
 
     handle = leaf.register_hook(started)  # type: ignore[no-untyped-call]
-
-
-def _accumulates(node: Node, parameters: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether the running graph task is a backward, which accumulates into `.grad`, and not `torch.autograd.grad`.
-
-    The first of `parameters`, likely the first to receive a gradient, mostly tells at once. If not: a plain backward runs every node below
-    it, so any one leaf tells. With `backward(inputs=...)` only the leaves that were asked for run, and each parameter has to be tried.
-    """
-    candidates = parameters()
-    if candidates and _will_run(_accumulator(candidates[0])):
-        return True
-    leaf = node
-    while True:
-        following = next((below for below, _ in leaf.next_functions if below is not None), None)
-        if following is None:
-            break
-        leaf = following
-    if leaf is node:  # torch doesn't count the node that backward starts from among those that it will run
-        return _will_run(leaf) is not None
-    return bool(_will_run(leaf)) or any(_will_run(_accumulator(p)) for p in candidates)
 
 
 def _accumulator(parameter: Tensor) -> Node | None:

@@ -60,10 +60,11 @@ class Bucket:
         self.native_format = all(m.bucket_dtype == dtype for m in self.members)
         self.status = self.buffer.narrow(0, layout.status_offset, layout.status_numel)
         self.flags = self.buffer.narrow(0, layout.flags_offset, len(layout.flagged))
+        self._words: dict[tuple[float, ...], Tensor] = {}
         self._ones = torch.ones(len(layout.flagged), dtype=dtype, device=device)
         self._plan = ops.FlattenPlan(
-            [slot.numel for slot in self.slots] + [len(layout.flagged)],
-            [slot.offset for slot in self.slots] + [layout.flags_offset],
+            [slot.numel for slot in self.slots] + [len(layout.flagged), layout.status_numel],
+            [slot.offset for slot in self.slots] + [layout.flags_offset, layout.status_offset],
             layout.total_numel,
             dtype,
             device,
@@ -74,21 +75,24 @@ class Bucket:
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
-    def gather(self) -> tuple[list[Tensor | None], list[Misfit]]:
+    def gather(self) -> tuple[list[Tensor | None], list[Misfit], list[int]]:
         """Looks at every parameter's `.grad`.
 
         Returns:
-            What is to be flattened, by slot (what lies in the bucket already among it); what doesn't fit, and is left out.
+            What is to be flattened, by slot (what lies in the bucket already among it); what doesn't fit, and is left out; and the
+            parameters that have none. Autograd reports those as well, where a function returned no gradient for them.
         """
         gradients, odd = self._table.gather()
         self._gradients, self._odd = gradients, frozenset(odd)
         if not odd:
-            return gradients, []
+            return gradients, [], []
         sources = list(gradients)
         misfits: list[Misfit] = []
+        absent: list[int] = []
         for position in odd:
             gradient, parameter, view = gradients[position], self.parameters[position], self.views[position]
             if gradient is None:
+                absent.append(self.slots[position].parameter)
                 continue
             strided = gradient.layout is torch.strided
             if strided and gradient.dtype is parameter.dtype and gradient.device == self.device:
@@ -97,22 +101,21 @@ class Bucket:
                 found = f"{gradient.dtype} {gradient.layout} on {gradient.device}"
                 misfits.append(Misfit(self.slots[position].parameter, not strided, found))
                 sources[position] = None
-        return sources, misfits
+        return sources, misfits, absent
 
-    def pack(self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, scale: float) -> None:
+    def pack(self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, words: tuple[float, ...], scale: float) -> None:
         """Flattens in one pass.
 
         Args:
             sources: from `gather`.
             used: the used flag of each parameter in `layout.flagged`; None means all of them.
-            scale: every gradient, not the flags' meaning, is multiplied by it.
+            words: the status words, in the bucket that carries them.
+            scale: everything is multiplied by it.
         """
         flags = self._ones if used is None else torch.tensor(used, dtype=self.dtype, device=self.device)
-        self._plan.flatten([*sources, flags], self.buffer, scale)
-
-    def set_status(self, words: Sequence[float]) -> None:
-        """Writes the status words, after `pack`."""
-        self.status.copy_(torch.tensor(words, dtype=self.dtype))
+        if words not in self._words:  # nearly always the same ones
+            self._words[words] = torch.tensor(words, dtype=self.dtype, device=self.device)
+        self._plan.flatten([*sources, flags, self._words[words]], self.buffer, scale)
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
@@ -138,6 +141,9 @@ class Bucket:
         if as_view and self.native_format:
             self._table.assign_views(self._gradients, used)
             return
+        if not self._odd and all(used):  # nothing is missing, and all is as it is laid out
+            self._plan.unflatten(self.buffer, [*self._gradients, None, None])
+            return
         targets: list[Tensor | None] = []
         rest: list[int] = []
         for position, gradient in enumerate(self._gradients):
@@ -145,7 +151,7 @@ class Bucket:
             targets.append(gradient if plain else None)
             if used[position] and not plain:
                 rest.append(position)
-        self._plan.unflatten(self.buffer, [*targets, None])
+        self._plan.unflatten(self.buffer, [*targets, None, None])
         for position in rest:
             parameter, view = self.parameters[position], self.views[position]
             if parameter.grad is None:
@@ -157,12 +163,9 @@ class Bucket:
         """Lets go of the gradients that `gather` saw, so that they can be freed."""
         self._gradients = []
 
-    def lost(self, fires: Sequence[int]) -> list[int]:
-        """Of the parameters that received a gradient, by their count, those whose `.grad` is none, or not what `gather` saw."""
-        changed = self._table.changed(self._gradients)
-        missing = [position for position, gradient in enumerate(self._gradients) if gradient is None]
-        positions = [*changed, *(p for p in missing if fires[self.slots[p].parameter])]
-        return [self.slots[position].parameter for position in positions]
+    def lost(self) -> list[int]:
+        """The parameters whose `.grad` is no longer what `gather` saw."""
+        return [self.slots[position].parameter for position in self._table.changed(self._gradients)]
 
 
 def _plain(numel: int, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from ddpcomm.comm.process_group import resolve
 from ddpcomm.comm.torch_ddp import ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
+from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
 from ddpcomm.module_state import broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
@@ -49,9 +50,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         find_unused_parameters: unused parameters are expected. They are always dealt with; this only ends the one warning about them.
         check_reduction: deprecated by torch; has no effect.
         gradient_as_bucket_view: `.grad` becomes the bucket's memory: no copy back, and the gradients are held once.
-        static_graph: every backward is going to use the same parameters in the same way. Saves nothing here, and is checked.
+        static_graph: every backward is going to use the same parameters in the same way. Nothing depends on it here.
         delay_all_reduce_named_params, param_to_hook_all_reduce: parameters to average last, at the end of backward.
-        mixed_precision: torch's `_MixedPrecision`: forward and backward in lower precision over full-precision parameters.
+        mixed_precision: torch's `_MixedPrecision`: forward and backward in lower precision, over full-precision parameters and gradients.
         device_mesh: a one-dimensional mesh, instead of `process_group`.
         skip_all_reduce_unused_params: buckets in which nothing was used stay at home; must be so on all ranks alike.
         bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last entry goes on for ever.
@@ -106,6 +107,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
+        self._precision = Precision.of(mixed_precision)
         self.forward_sync_buffers, sync_buffers_at_init = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -140,6 +142,8 @@ class DistributedDataParallel(TorchNames, Joinable):
             signatures = model_signatures(module, self.parameters_to_ignore, self._describe_options())
             require_same_model(self._communicator, signatures, failure)
             self._broadcast_state(with_buffers=sync_buffers_at_init)
+        cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
+        self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
         self._start()
         self._guard = StepGuard(self._unsynchronized_by_id) if error_on_unsynchronized else None
 
@@ -162,6 +166,9 @@ class DistributedDataParallel(TorchNames, Joinable):
             wants_synchronization=wants_synchronization,
             statistics=self._statistics,
         )
+        if self._precision.reduce is not None:
+            self._reducer.wire_dtype = self._precision.reduce
+            self._reducer.arrange()
         self._optimizer_steps: list[Callable[[], None]] | None = None
         self._finalizer = weakref.finalize(self, self._reducer.close)
 
@@ -170,6 +177,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         self._finalizer()
         if self._guard is not None:
             self._guard.close()
+        self._short_parameters.close()
         self._communicator.close()
 
     # ---- forward ----------------------------------------------------------------------------------------------------
@@ -179,7 +187,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         """The module's forward. Collective while training with gradients, if buffers are synchronised."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            with active_module(self):
+            with active_module(self), self._short_parameters.used_by(self.module):
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
@@ -196,6 +204,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 self._sync_buffers(source)
         if self._placement.input_device is not None:
             inputs, kwargs = tree_map(self._move, (inputs, kwargs))
+        inputs, kwargs = self._short_parameters.cast_inputs((inputs, kwargs))
         return inputs, kwargs
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -243,6 +252,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             "static_graph": options.static_graph,
             "forward_sync_buffers": self.forward_sync_buffers,
             "delay_all_reduce_named_params": self._delayed,
+            "mixed_precision": self._precision,
         }
 
     def _broadcast_state(self, source: int = 0, *, with_buffers: bool = True) -> None:
@@ -255,7 +265,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
 
     def _syncs_buffers(self) -> bool:
-        return torch.is_grad_enabled() and self.module.training and self.will_sync_module_buffers()
+        if not (torch.is_grad_enabled() and self.module.training and self._reducer.parameters.has_buffers()):
+            return False
+        return self.will_sync_module_buffers()
 
     def _sync_buffers(self, source: int) -> None:
         buffers = named_buffers(self.module, self.parameters_to_ignore)

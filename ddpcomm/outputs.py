@@ -19,6 +19,9 @@ def find_tensors(output: Any) -> Iterator[Tensor]:
 
     Modules and optimizers are not entered. The search never changes what it finds.
     """
+    if isinstance(output, Tensor):
+        yield output
+        return
     seen: set[int] = set()
     pending = [output]
     while pending and len(seen) < _MOST_OBJECTS:

@@ -41,6 +41,8 @@ class Reduction:
         self.arrangement = arrangement
         self.next = 0
         self.misfits: list[Misfit] = []
+        self.absent: set[int] = set()
+        """Parameters without a gradient when their bucket went out."""
         self.failure: CommHookError | None = None
         self.launched = 0
         self._communicator = communicator
@@ -59,40 +61,50 @@ class Reduction:
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
-    def launch(self, used: Sequence[bool] | None = None, notices: Callable[[], set[Notice]] = set[Notice], *, void: bool = False) -> None:
+    def launch(
+        self,
+        used: Sequence[bool] | None = None,
+        notices: Callable[[], set[Notice]] = set[Notice],
+        *,
+        void: bool = False,
+        tail_only: bool = False,
+    ) -> None:
         """Sends the next bucket.
 
         Args:
             used: by parameter, whether this rank used it; None means that it used all of the bucket's.
             notices: called for what this rank has to say, by the last bucket, once its gradients have been looked at.
             void: send zeros, whatever the gradients are.
+            tail_only: send flags and status alone. All ranks must do so.
         """
         index, bucket = self.next, self.arrangement.buckets[self.next]
         self.next += 1
         if used is not None and self._as_view and not void:
             self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
-        sources, misfits = ([None] * len(bucket.slots), []) if void else bucket.gather()
+        sources, misfits, absent = ([None] * len(bucket.slots), [], []) if void else bucket.gather()
         self.misfits += misfits
-        flags = None if used is None and not misfits else self._flags(bucket, used, misfits)
+        self.absent.update(absent)
+        flags = None if used is None and not self.misfits and not self.absent else self._flags(bucket, used)
         if self._hook is not None and bucket.slots:
             self._launch_hook(index, bucket, sources, flags)
             return
-        bucket.pack(sources, flags, 1.0 if self._averages else 1.0 / self._divisor)
-        if bucket.layout.has_status:
-            bucket.set_status(encode(notices(), self._communicator.rank, self._tag))
+        words = encode(notices(), self._communicator.rank, self._tag) if bucket.layout.has_status else ()
+        bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
+        start = bucket.layout.flags_offset if tail_only else 0
+        sent = bucket.buffer.narrow(0, start, bucket.layout.total_numel - start) if start else bucket.buffer
         try:
-            self._works.append(self._communicator.all_reduce(bucket.buffer, "avg" if self._averages else "sum"))
+            self._works.append(self._communicator.all_reduce(sent, "avg" if self._averages else "sum"))
         except CommunicationError as error:
             raise self._explain(error, index) from error
-        self.launched += 1
+        self.launched += not tail_only
 
-    def _flags(self, bucket: Bucket, used: Sequence[bool] | None, misfits: Sequence[Misfit]) -> list[bool]:
-        unfit = {misfit.parameter for misfit in misfits}
-        return [(used is None or used[parameter]) and parameter not in unfit for parameter in bucket.layout.flagged]
+    def _flags(self, bucket: Bucket, used: Sequence[bool] | None) -> list[bool]:
+        left_out = self.absent.union(misfit.parameter for misfit in self.misfits)
+        return [(used is None or used[parameter]) and parameter not in left_out for parameter in bucket.layout.flagged]
 
     def _launch_hook(self, index: int, bucket: Bucket, sources: Sequence[Tensor | None], flags: Sequence[bool] | None) -> None:
         hook = self._hook
-        bucket.pack(sources, flags, 1.0)
+        bucket.pack(sources, flags, (), 1.0)
         self._works.append(None)
         self.launched += 1
         if hook is None or self.failure is not None:
@@ -106,9 +118,9 @@ class Reduction:
         """Whether the bucket of a parameter has gone out."""
         return self.arrangement.bucket_of[parameter] < self.next
 
-    def lost(self, fires: Sequence[int]) -> list[int]:
-        """Parameters that received a gradient, by their count, which is no longer the one that went out, or is none at all."""
-        return [index for bucket in self.arrangement.buckets for index in bucket.lost(fires)]
+    def lost(self) -> list[int]:
+        """Parameters whose gradient is no longer the one that went out."""
+        return [index for bucket in self.arrangement.buckets for index in bucket.lost()]
 
     def skip(self) -> None:
         """Leaves out the next bucket, which must not be the last. All ranks must do so."""
@@ -153,7 +165,7 @@ class Reduction:
                 bucket = self.arrangement.buckets[index]
                 bucket.buffer.narrow(0, 0, bucket.layout.data_numel).mul_(self._communicator.world_size / self._divisor)
         last = self.arrangement.buckets[-1]
-        return decode(last.status.tolist(), self._communicator.world_size, averaged=self._averages)
+        return decode(last.status.tolist(), self._communicator.world_size if self._averages else self._divisor)
 
     def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
         """By parameter, whether some rank used it, given whether this one did."""

@@ -1,7 +1,7 @@
 """The status words: what the ranks tell each other at the end of every backward, summed by the last bucket's own all-reduce.
 
-One word is one element of the bucket, which may be of a 16-bit type, and an average may be taken instead of a sum. So a word says no more
-than "0" or "not 0", but for the digits of a rank, small enough to survive both.
+One word is one element of the bucket, which may be of a 16-bit type, and is divided like a gradient. So a word says no more than "0" or
+"not 0", but for the digits of a rank, small enough to survive both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Status:
         return notice in self.notices
 
 
-def encode(notices: set[Notice], rank: int, tag: int) -> list[float]:
+def encode(notices: set[Notice], rank: int, tag: int) -> tuple[float, ...]:
     """This rank's words. `tag`, from 0 to TAGS - 1, is the same on all ranks and differs between models."""
     words = [0.0] * STATUS_NUMEL
     for notice in notices:
@@ -59,15 +59,14 @@ def encode(notices: set[Notice], rank: int, tag: int) -> list[float]:
         for digit in range(_DIGITS):
             words[_DIGITS_AT + digit] = float(rank // _DIGIT_BASE**digit % _DIGIT_BASE)
     words[_TAG_AT + tag] = 1.0
-    return words
+    return tuple(words)
 
 
-def decode(words: Sequence[float], world_size: int, *, averaged: bool) -> Status:
-    """Reads the reduced words. `averaged`: they were divided by the world size."""
-    scale = world_size if averaged else 1
+def decode(words: Sequence[float], divisor: float) -> Status:
+    """Reads the sum over the ranks of their words, which was divided by `divisor`."""
     notices = frozenset(notice for notice in Notice if words[notice] != 0)
     interrupted_rank = None
-    if round(words[Notice.INTERRUPTED] * scale) == 1:
-        interrupted_rank = sum(round(words[_DIGITS_AT + digit] * scale) * _DIGIT_BASE**digit for digit in range(_DIGITS))
+    if round(words[Notice.INTERRUPTED] * divisor) == 1:
+        interrupted_rank = sum(round(words[_DIGITS_AT + digit] * divisor) * _DIGIT_BASE**digit for digit in range(_DIGITS))
     mixed = sum(word != 0 for word in words[_TAG_AT : _TAG_AT + TAGS]) > 1
     return Status(notices, interrupted_rank, mixed)

@@ -85,7 +85,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._start("broadcast", lambda: self.process_group.broadcast([_bytes(tensor)], self._limited(options)), tensor)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        options = dist.distributed_c10d.AllgatherOptions()
+        options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         return self._start(
             "all_gather", lambda: self.process_group._allgather_base(_bytes(out), _bytes(tensor), self._limited(options)), tensor, out
         )
@@ -130,7 +130,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigurationError("Default process group has not been initialized, please call torch.distributed.init_process_group.")
         process_group = dist.group.WORLD
-    if not is_member(process_group):
+    if process_group is None or not is_member(process_group):
         raise ConfigurationError("this process is not a rank of the process group that was given")
     return process_group
 
