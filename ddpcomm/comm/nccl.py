@@ -336,8 +336,10 @@ class NcclCommunicator(Communicator):
             well = self._lanes.close(farewell)
         if not well:
             _log.warning("rank %d closes an NCCL communicator that could not be flushed", self.rank)
-            self._lanes.abort()
-            self._memory.close()
+            if self._lanes.abort():
+                self._memory.close()
+            else:
+                self._memory.abandon()
         self._lanes.destroy_streams()
 
 

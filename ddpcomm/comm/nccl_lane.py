@@ -111,8 +111,8 @@ class Lane:
         settle(self._library, handle, "ncclCommShrink", self._limit, self._failing)
         return handle
 
-    def close(self) -> None:
-        """Flushes, then frees. Collective. Blocks for as long as libnccl does, at most for the lane's time limit if it is non-blocking.
+    def close(self, limit: timedelta) -> None:
+        """Flushes, then frees. Collective. Blocks for as long as libnccl does; a non-blocking communicator no longer than `limit`.
 
         Raises:
             CommunicationError: it could not be flushed, and was aborted.
@@ -126,7 +126,7 @@ class Lane:
                 self._library.destroy_operator(communicator, op)
             if not self._revoked:  # after that, libnccl has nothing left to flush and refuses to
                 self._library.finalize(communicator)
-                settle(self._library, communicator, "ncclCommFinalize", self._limit, self._failing)
+                settle(self._library, communicator, "ncclCommFinalize", limit, self._failing)
             self._library.destroy(communicator)
         except CommunicationError:
             self._library.abort(communicator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
@@ -51,18 +52,22 @@ class Lanes:
         return sum(lane.memory_bytes() for lane in self._lanes)
 
     def close(self, limit: timedelta) -> bool:
-        """Flushes and frees one after another, in the order that all ranks keep. Returns whether all went well within the limit."""
+        """Flushes and frees one after another, in the order that all ranks keep. Returns whether all went well within the limit; what
+        didn't is aborted."""
+        deadline = time.monotonic() + limit.total_seconds()
 
         def close_all() -> None:
             for lane in self._lanes:
-                lane.close()
+                lane.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
 
-        return self._within(limit, [close_all])
+        return self._within(limit + _ABORT_LIMIT, [close_all])
 
-    def abort(self) -> None:
-        """Aborts all at once: a kernel of one communicator may hold up the freeing of another's memory."""
-        if not self._within(_ABORT_LIMIT, [lane.abort for lane in self._lanes]):
+    def abort(self) -> bool:
+        """Aborts all at once: a kernel of one communicator may hold up the freeing of another's memory. Returns whether all have ended."""
+        ended = self._within(_ABORT_LIMIT, [lane.abort for lane in self._lanes])
+        if not ended:
             _log.warning("libnccl has not ended all communicators %g s after their abort", _ABORT_LIMIT.total_seconds())
+        return ended
 
     def destroy_streams(self) -> None:
         for lane in self._lanes:

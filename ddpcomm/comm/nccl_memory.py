@@ -92,13 +92,14 @@ class BucketMemory:
         self._windows: set[int] = set()
         self._retired: deque[_Block] = deque()
         self._closed = False
+        self._abandoned = False
         self.reason = "" if choice == "auto" else "chosen by option"
         self.mode = MemoryMode.WINDOW if choice == "auto" else MemoryMode[choice.upper()]
         self._skip_what_is_missing()
 
     @property
     def bucket_bytes(self) -> int:
-        return sum(block.nbytes for block in self._live)
+        return sum(block.nbytes for block in tuple(self._live))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A one-dimensional, uninitialised tensor. Collective, unless the mode is PLAIN.
@@ -135,20 +136,31 @@ class BucketMemory:
             self._deregister(block)
         self._reclaim()
 
+    def abandon(self) -> None:
+        """Never gives anything back: a kernel that nobody can stop may still use it."""
+        self._abandoned = True
+
     # ---- making -----------------------------------------------------------------------------------------------------
 
     def _make(self, nbytes: int) -> tuple[_Block | None, str]:
         """A block, or None and the reason; the same on all ranks. Registering windows is collective, so nobody may be missing there."""
         block, reason = self._allocate(nbytes)
-        everywhere, reason = self._rendezvous.minimum(int(block is not None), reason)
-        if everywhere and block is not None:
-            reason = self._register(block)
-            everywhere, reason = self._rendezvous.minimum(int(not reason), reason)
-        if everywhere or block is None:
-            return block, reason
-        self._deregister(block)
-        self._library.free(block.pointer)
-        return None, reason
+        everywhere = False
+        try:
+            everywhere, reason = self._agree(block is not None, reason)
+            if everywhere and block is not None:
+                reason = self._register(block)
+                everywhere, reason = self._agree(not reason, reason)
+        finally:
+            if block is not None and not everywhere:
+                self._deregister(block)
+                self._library.free(block.pointer)
+        return block if everywhere else None, reason
+
+    def _agree(self, worked: bool, reason: str) -> tuple[bool, str]:
+        """Whether it worked on all ranks, and why not."""
+        least, reason = self._rendezvous.minimum(int(worked), reason)
+        return least == 1, reason
 
     def _allocate(self, nbytes: int) -> tuple[_Block | None, str]:
         try:
@@ -195,7 +207,7 @@ class BucketMemory:
     def _retire(self, block: _Block) -> None:
         """Called when no tensor uses the block any more: in any thread, perhaps within another call of this object."""
         self._retired.append(block)
-        if self._closed:
+        if self._closed and not self._abandoned:
             self._reclaim()
 
     def _reclaim(self) -> None:

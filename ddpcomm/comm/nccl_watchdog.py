@@ -62,7 +62,7 @@ class Watchdog:
         failing: threading.Event,
         runtime: CudaRuntime,
         poll_errors: Callable[[], CommunicationError | None],
-        abort: Callable[[], None],
+        abort: Callable[[], bool],
     ) -> None:
         self._rendezvous = rendezvous
         self._order = order

@@ -87,6 +87,37 @@ def test_close_aborts_what_can_t_be_flushed(broken: str) -> None:
     assert recorder.library.calls[-2:] == ["finalize", "abort"]
 
 
+def test_memory_that_a_kernel_may_still_use_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that not even an abort can stop must not hang `close` either."""
+    monkeypatch.setattr("ddpcomm.comm.nccl_lanes._ABORT_LIMIT", SHORT)
+    recorder = Recorder()
+    communicator = recorded_communicator(recorder, timeout=SHORT)
+    buffer = communicator.empty(4, torch.float32)
+    communicator.all_reduce(buffer)
+    never = threading.Event()
+    monkeypatch.setattr(recorder.library, "abort", lambda handle: never.wait(60))
+    communicator.close()
+    del buffer
+    gc.collect()
+    assert "free" not in recorder.library.calls
+    assert "host: synchronize" not in recorder.lines()
+    never.set()
+
+
+def test_memory_is_not_lost_when_another_rank_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = idle_recorder()
+    rendezvous = AgreeableRendezvous()
+    with recorded_communicator(recorder, rendezvous) as communicator:
+
+        def nobody(value: int, reason: str = "") -> tuple[int, str]:
+            raise CommunicationError("nobody came")
+
+        monkeypatch.setattr(rendezvous, "minimum", nobody)
+        with pytest.raises(CommunicationError, match="nobody came"):
+            communicator.empty(4, torch.float32)
+    assert recorder.library.allocated == {}
+
+
 def test_the_watchdog_ends_with_its_communicator() -> None:
     recorder = idle_recorder()
     before = threading.active_count()
