@@ -19,7 +19,7 @@ class Leftovers:
         self._children = set(_children())
         self._files = _shared_memory_files()
 
-    def find(self, patience_seconds: float = 5.0) -> list[str]:
+    def find(self, patience_seconds: float = 20.0) -> list[str]:
         """One line for each new child process and shared-memory file that is still there after a while.
 
         A file that a process outside this session maps is that process's. One that nobody maps may still be about to be mapped, or
