@@ -124,6 +124,7 @@ def reducer_options(
     find_unused_parameters: bool,
     static_graph: bool,
     skip_all_reduce_unused_params: bool,
+    error_on_unsynchronized: bool,
 ) -> ReducerOptions:
     """The reducer's share of the arguments."""
     return ReducerOptions(
@@ -132,6 +133,7 @@ def reducer_options(
         find_unused_parameters=find_unused_parameters,
         static_graph=static_graph,
         skip_unused_buckets=skip_all_reduce_unused_params,
+        check_at_once=error_on_unsynchronized,
     )
 
 

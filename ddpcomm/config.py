@@ -17,7 +17,9 @@ class ReducerOptions:
         caps: bucket sizes.
         gradient_as_bucket_view: `.grad` becomes the bucket's memory.
         find_unused_parameters: the user expects unused parameters: no warning about them.
-        static_graph: the user promises the same graph in every backward; a difference is then worth an error.
+        static_graph: the user promises the same graph in every backward: no warning about unused parameters.
+        check_at_once: on CUDA, the host waits at the end of every backward to hear whether the other ranks' went well, not at the start
+            of the next one.
         skip_unused_buckets: buckets in which this rank used nothing stay at home; the user promises the same on all ranks.
     """
 
@@ -26,6 +28,7 @@ class ReducerOptions:
     find_unused_parameters: bool = False
     static_graph: bool = False
     skip_unused_buckets: bool = False
+    check_at_once: bool = False
 
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:

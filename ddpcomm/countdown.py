@@ -22,9 +22,10 @@ class Countdown:
     Args:
         full: called when a bucket has all its gradients.
         uncounted: called with the parameter's index at each gradient beyond those that were expected.
+        current_stream: tells the stream that a gradient is produced on, by its number; None where there are none.
     """
 
-    def __init__(self, full: Callable[[], None], uncounted: Callable[[int], None]) -> None:
+    def __init__(self, full: Callable[[], None], uncounted: Callable[[int], None], current_stream: Callable[[], int] | None = None) -> None:
         # torch keeps the hooks where Python's garbage collector can't see them: they must not keep their owner alive.
         weak_full, weak_uncounted = weakref.WeakMethod(full), weakref.WeakMethod(uncounted)
 
@@ -38,7 +39,7 @@ class Countdown:
             if call is not None:
                 call(index)
 
-        self._counts = _native.Countdown(call_full, call_uncounted)
+        self._counts = _native.Countdown(call_full, call_uncounted, current_stream)
         self._handles: list[Any] = []
         self.expected: list[int] = []
         """How often each parameter receives a gradient in a backward, as far as is known."""
@@ -68,6 +69,10 @@ class Countdown:
     def is_full(self, bucket: int) -> bool:
         """Whether a bucket has all its gradients."""
         return self._counts.is_full(bucket)
+
+    def streams(self, bucket: int) -> list[int]:
+        """The streams that an armed bucket's gradients were produced on, by their numbers."""
+        return self._counts.streams(bucket)
 
     def fires(self) -> list[int]:
         """How often each parameter received a gradient since `arm` or `rest`."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ddpcomm import arguments
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.factory import create_communicator
-from ddpcomm.comm.join import Join, Joinable, JoinHook, Participation, ShadowHook, notify, tell
+from ddpcomm.comm.join import Joinable
 from ddpcomm.comm.process_group import resolve
 from ddpcomm.comm.torch_ddp import ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
 from ddpcomm.compat import TorchNames
@@ -27,10 +27,11 @@ from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
 from ddpcomm.status import TAGS
 from ddpcomm.step_guard import StepGuard
+from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
 
 
-class DistributedDataParallel(TorchNames, Joinable):
+class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -59,7 +60,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         batched_grad_copy: always on here.
         forward_sync_buffers: before every training forward all ranks get rank 0's buffers; None means yes.
         transport: of the communicator: "auto", "shared_memory", "hierarchical", "process_group", "nccl".
-        error_on_unsynchronized: an optimizer's step on gradients that are not averaged raises `UnsynchronizedGradientError`.
+        error_on_unsynchronized: an optimizer's step on gradients that are not averaged raises `UnsynchronizedGradientError`. On CUDA the
+            host then waits at the end of every backward to hear whether it went well on all ranks; else it hears of it when the next one
+            begins, and raises then.
 
     Raises:
         ConfigurationError: arguments that can't be served, or a module without trainable parameters.
@@ -120,6 +123,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            error_on_unsynchronized=error_on_unsynchronized,
         )
         self._bucket_cap_mb_list = bucket_cap_mb_list
         self._transport = transport
@@ -199,8 +203,9 @@ class DistributedDataParallel(TorchNames, Joinable):
             self._reducer.prepare_forward()
             self._adopt_optimizer_hooks()
         if not local:
-            source = self._join_iteration()
-            if self._syncs_buffers() and not self._syncs_buffers_after_forward():
+            syncs_buffers = self._syncs_buffers() and not self._syncs_buffers_after_forward()
+            source = self._go_on(syncs_buffers)
+            if syncs_buffers:
                 self._sync_buffers(source)
         if self._placement.input_device is not None:
             inputs, kwargs = tree_map(self._move, (inputs, kwargs))
@@ -277,60 +282,6 @@ class DistributedDataParallel(TorchNames, Joinable):
             broadcast_tensors(self._communicator, list(buffers.values()), source, f"buffers {', '.join(buffers)}")
         except RankMismatchError as error:
             self._reducer.fail_at_end(error)
-
-    # ---- uneven inputs ----------------------------------------------------------------------------------------------
-
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False) -> Join:
-        """Context manager for ranks with different numbers of batches: one that has run out takes part with zeros.
-
-        Args:
-            divide_by_initial_world_size: divide by the world size, else by the number of ranks that still have input.
-            enable: False makes it do nothing.
-            throw_on_early_termination: raise on every rank when the first has run out.
-        """
-        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Torch's `Joinable` interface. Takes `divide_by_initial_world_size`."""
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return ShadowHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where torch's `Join` exchanges its notes."""
-        return self._placement.device
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """Whose ranks join."""
-        return self.process_group
-
-    def _join_iteration(self) -> int:
-        """Within `join()`, says that this rank goes on. Returns the rank whose buffers count."""
-        self._reducer.divisor = float(self._communicator.world_size)
-        if not self._join_config.enable:
-            return 0
-        notify(self)
-        synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
-        participation = tell(self._communicator, active=True, synchronizes=synchronizes)
-        if not self._divide_by_initial_world_size:
-            self._reducer.divisor = float(participation.active_ranks)
-        return participation.authoritative_rank
-
-    def shadow_iteration(self) -> None:
-        """Takes part, with zeros, in a forward and backward of ranks that still have input. Collective."""
-        self._reducer.prepare_forward()
-        participation: Participation = tell(self._communicator, active=False, synchronizes=False)
-        if self.will_sync_module_buffers():
-            self._sync_buffers(participation.authoritative_rank)
-        self.require_forward_param_sync = participation.synchronizes
-        if participation.synchronizes:
-            self._reducer.shadow()
-
-    def take_final_state(self, is_last_joiner: bool) -> None:
-        """Gives every rank the model of one that ran out last. Collective."""
-        self._authoritative_rank = tell(self._communicator, active=is_last_joiner, synchronizes=False).authoritative_rank
-        self._broadcast_state(self._authoritative_rank, with_buffers=self.forward_sync_buffers)
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 

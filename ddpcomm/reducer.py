@@ -7,8 +7,8 @@ the countdown; everything else runs once a bucket.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,27 +20,19 @@ from ddpcomm.comm.base import Communicator
 from ddpcomm.comm_hook import CommHook
 from ddpcomm.config import ReducerOptions
 from ddpcomm.countdown import Countdown
+from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommunicationError, DDPCommError, LostGradientError
 from ddpcomm.foreign_hooks import ForeignHooks
+from ddpcomm.mode import Mode
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.record import Record
 from ddpcomm.reduction import Reduction
-from ddpcomm.settlement import settle
+from ddpcomm.settlement import settle, settle_deferred
 from ddpcomm.statistics import Statistics
 from ddpcomm.status import Notice
+from ddpcomm.streams import stream_reader
 
-
-class Mode(enum.Enum):
-    """What the backward under way does with gradients."""
-
-    IDLE = enum.auto()
-    """There is none."""
-    LOCAL = enum.auto()
-    """They stay on this rank, as under no_sync."""
-    DELAYED = enum.auto()
-    """They are averaged at its end: how often each parameter fires, and when, is not known yet."""
-    OVERLAPPED = enum.auto()
-    """Buckets go out while it runs."""
+_DEVICE_LIMIT = timedelta(minutes=30)
 
 
 class Reducer:
@@ -90,6 +82,8 @@ class Reducer:
         self.late: set[int] = set()
         self.failure: DDPCommError | None = None
         self._delayed = frozenset(delayed)
+        self.defers_status = communicator.device.type != "cpu" and not options.check_at_once
+        self.deferred: DeferredStatus | None = None
         self._tag = tag
         self._wants_synchronization = wants_synchronization
         self._mode = Mode.IDLE
@@ -99,7 +93,7 @@ class Reducer:
         self._ready_order: list[int] = []
         self._reduction: Reduction | None = None
         self.watch = BackwardWatch(self._begin, self._end, self._on_interrupt, self._likely_first)
-        self.countdown = Countdown(self._launch_full, self._on_uncounted)
+        self.countdown = Countdown(self._launch_full, self._on_uncounted, stream_reader(communicator.device))
         self._foreign = ForeignHooks(self._holds_back)
         self.parameters = ParameterSet(module, self.ignored)
         self._order = self._launch_order(())
@@ -173,6 +167,18 @@ class Reducer:
         if self._mode is not Mode.IDLE:
             self._on_interrupt()
         self._recover()
+        self.hear_deferred()
+
+    def hear_deferred(self) -> None:
+        """Reads the status words of the last backward, if that was put off. Collective, if some rank had something to say."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            settle_deferred(self, deferred.read(self.communicator.timeout or _DEVICE_LIMIT))
+
+    def may_defer(self, reduction: Reduction, used: Sequence[bool], *, void: bool) -> bool:
+        """Whether this rank can go on without hearing the others: it has nothing to say itself, and uses everything itself."""
+        silent = not void and not reduction.said_something and self.learned
+        return self.defers_status and silent and all(used) and not self.arrangement.sparse
 
     def request_synchronization(self, outputs: Sequence[Tensor]) -> None:
         """The next backward synchronises, though the forward before it was run under no_sync."""
@@ -196,6 +202,7 @@ class Reducer:
 
     def _open(self, synchronize: bool) -> None:
         self._recover()
+        self.hear_deferred()
         self._foreign.look()
         self._ready_order = []
         if not synchronize:
@@ -230,7 +237,7 @@ class Reducer:
             return
         while reduction.next < reduction.arrangement.last and self.countdown.is_full(reduction.next):
             self.statistics.bucket_launched()
-            reduction.launch()
+            reduction.launch(producers=self.countdown.streams(reduction.next))
 
     def _on_uncounted(self, index: int) -> None:
         """A gradient that the countdown doesn't expect: the first of a backward that nobody announced, any while nothing is armed, one more
@@ -295,6 +302,8 @@ class Reducer:
         if not all(used):
             used = [flag or self.record.is_own(p) for flag, p in zip(used, self.parameters.parameters, strict=True)]
         self.launch_rest(reduction, used, lambda: self._notices(reduction, fires))
+        if reduction.absent:
+            used = [flag and index not in reduction.absent for index, flag in enumerate(used)]
         settle(self, reduction, used, fires, void=False)
         for future in self.wait_for:
             future.wait()
@@ -314,20 +323,12 @@ class Reducer:
 
     def launch_rest(self, reduction: Reduction, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool = False) -> None:
         """Sends every bucket that hasn't gone out yet."""
-        flags = None if all(used) else used
-        while reduction.next < reduction.arrangement.last:
-            members = reduction.arrangement.buckets[reduction.next].slots
-            if self.options.skip_unused_buckets and not any(used[slot.parameter] for slot in members):
-                reduction.skip()
-            else:
-                reduction.launch(flags, void=void)
-        reduction.finish_hooks()
-        reduction.launch(flags, notices, void=void)
+        reduction.launch_rest(used, notices, void=void, skip_unused=self.options.skip_unused_buckets)
         reduction.average_sparse(self.parameters.parameters, used)
 
     def _notices(self, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
         """What this rank has to say at the end of a backward."""
-        self._look_for_lost(reduction, fires)
+        self._look_for_lost(reduction)
         found = set()
         if self.failure is not None or reduction.failure is not None:
             found.add(Notice.FAILED)
@@ -341,9 +342,9 @@ class Reducer:
             found.add(Notice.LEARNED)
         return found
 
-    def _look_for_lost(self, reduction: Reduction, fires: Sequence[int]) -> None:
+    def _look_for_lost(self, reduction: Reduction) -> None:
         unfit = {misfit.parameter for misfit in reduction.misfits}
-        lost = [i for i in reduction.lost(fires) if i not in self.late and i not in unfit]
+        lost = [i for i in reduction.lost() if i not in self.late and i not in unfit]
         if lost:
             names = ", ".join(self.parameters.managed[index].name for index in lost[:10])
             self.fail_at_end(

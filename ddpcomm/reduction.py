@@ -11,9 +11,11 @@ from ddpcomm.arrangement import Arrangement
 from ddpcomm.buckets import Bucket, Misfit
 from ddpcomm.comm.base import Communicator, Work
 from ddpcomm.comm_hook import CommHook
+from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommHookError, CommunicationError
 from ddpcomm.sparse import average
 from ddpcomm.status import Notice, Status, decode, encode
+from ddpcomm.streams import wait_for_producers
 
 
 class Reduction:
@@ -45,6 +47,8 @@ class Reduction:
         """Parameters without a gradient when their bucket went out."""
         self.failure: CommHookError | None = None
         self.launched = 0
+        self.said_something = False
+        """Whether this rank's last bucket carried a notice."""
         self._communicator = communicator
         self._divisor = divisor
         self._hook = hook
@@ -68,6 +72,7 @@ class Reduction:
         *,
         void: bool = False,
         tail_only: bool = False,
+        producers: Sequence[int] = (),
     ) -> None:
         """Sends the next bucket.
 
@@ -76,19 +81,25 @@ class Reduction:
             notices: called for what this rank has to say, by the last bucket, once its gradients have been looked at.
             void: send zeros, whatever the gradients are.
             tail_only: send flags and status alone. All ranks must do so.
+            producers: the streams that the gradients were produced on, beside the current one.
         """
         index, bucket = self.next, self.arrangement.buckets[self.next]
         self.next += 1
         if used is not None and self._as_view and not void:
             self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
         sources, misfits, absent = ([None] * len(bucket.slots), [], []) if void else bucket.gather()
+        wait_for_producers(producers, sources, bucket.device)
         self.misfits += misfits
         self.absent.update(absent)
         flags = None if used is None and not self.misfits and not self.absent else self._flags(bucket, used)
         if self._hook is not None and bucket.slots:
             self._launch_hook(index, bucket, sources, flags)
             return
-        words = encode(notices(), self._communicator.rank, self._tag) if bucket.layout.has_status else ()
+        words: tuple[float, ...] = ()
+        if bucket.layout.has_status:
+            said = notices()
+            self.said_something = bool(said)
+            words = encode(said, self._communicator.rank, self._tag)
         bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
         start = bucket.layout.flags_offset if tail_only else 0
         sent = bucket.buffer.narrow(0, start, bucket.layout.total_numel - start) if start else bucket.buffer
@@ -113,6 +124,27 @@ class Reduction:
             self._futures[index] = hook.start(bucket, is_last=index == self.arrangement.last - 1)
         except CommHookError as error:
             self.failure = error
+
+    def launch_rest(self, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool, skip_unused: bool) -> None:
+        """Sends every bucket that hasn't gone out yet.
+
+        Args:
+            used, notices, void: as for `launch`.
+            skip_unused: buckets in which this rank used nothing stay at home. All ranks must agree on what is used.
+        """
+
+        def stays_home() -> bool:
+            slots = self.arrangement.buckets[self.next].slots
+            return skip_unused and not void and not any(used[slot.parameter] for slot in slots)
+
+        flags = None if all(used) else used
+        while self.next < self.arrangement.last:
+            if stays_home():
+                self.skip()
+            else:
+                self.launch(flags, void=void)
+        self.finish_hooks()
+        self.launch(flags, notices, void=void, tail_only=stays_home())
 
     def has_launched(self, parameter: int) -> bool:
         """Whether the bucket of a parameter has gone out."""
@@ -154,6 +186,14 @@ class Reduction:
         Raises:
             CommunicationError: a bucket's all-reduce failed; the message names it and its parameters.
         """
+        words, divisor = self._wait_for_words()
+        return decode(words.tolist(), divisor)
+
+    def wait_and_defer(self) -> DeferredStatus:
+        """The same, but on CUDA the host waits for nothing: what the ranks had to say can be read later."""
+        return DeferredStatus(*self._wait_for_words())
+
+    def _wait_for_words(self) -> tuple[Tensor, float]:
         for index, work in enumerate(self._works):
             if work is None:
                 continue
@@ -164,8 +204,7 @@ class Reduction:
             if self._averages and self._divisor != self._communicator.world_size:
                 bucket = self.arrangement.buckets[index]
                 bucket.buffer.narrow(0, 0, bucket.layout.data_numel).mul_(self._communicator.world_size / self._divisor)
-        last = self.arrangement.buckets[-1]
-        return decode(last.status.tolist(), self._communicator.world_size if self._averages else self._divisor)
+        return self.arrangement.buckets[-1].status, self._communicator.world_size if self._averages else self._divisor
 
     def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
         """By parameter, whether some rank used it, given whether this one did."""

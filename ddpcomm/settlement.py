@@ -31,6 +31,10 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
         SynchronizationError, RankMismatchError, CommHookError: on every rank.
         CommunicationError: a collective failed.
     """
+    if reducer.may_defer(reduction, used, void=void):
+        reducer.deferred = reduction.wait_and_defer()
+        _put_in_place(reducer, reduction, used, (), void=void)
+        return
     status = reduction.wait()
     _raise_for(status, reducer.communicator.rank)
     if not status.notices:
@@ -52,6 +56,26 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
     else:
         present = reducer.parameters
     reducer.learned = reducer.learned or Notice.LEARNED in status
+    reducer.adopt(present, agreement.ready_order, agreement.fires)
+
+
+def settle_deferred(reducer: Reducer, status: Status) -> None:
+    """Hears what the ranks had to say in a backward that this one has put behind it. Collective, if somebody said something.
+
+    The averages of that backward are in place, and may have been used. Whatever made them wrong is an error here.
+
+    Raises:
+        SynchronizationError, RankMismatchError, CommHookError: that backward's, on every rank.
+    """
+    _raise_for(status, reducer.communicator.rank)
+    if not status.notices:
+        return
+    nothing = [0] * len(reducer.parameters.managed)
+    present = ParameterSet(reducer.module, reducer.ignored, _sparse_names(reducer, reducer.new_reduction()))
+    agreement = agree(reducer.communicator, _report(reducer, reducer.new_reduction(), present, nothing))
+    if agreement.late:
+        _refuse_late(reducer, agreement)
+    _refuse_lopsided(reducer, agreement)
     reducer.adopt(present, agreement.ready_order, agreement.fires)
 
 
@@ -94,15 +118,15 @@ def _refuse_late(reducer: Reducer, agreement: Agreement) -> None:
     """Gradients that were not written over yet can simply be reduced once more; views of a bucket were.
 
     Raises:
-        LateGradientError: they are views, or a hook with a memory of its own has seen them.
+        LateGradientError: they are views, or a hook with a memory of its own has seen them, or some rank may have used them by now.
     """
-    if not reducer.options.gradient_as_bucket_view and reducer.hook is None:
+    if not reducer.options.gradient_as_bucket_view and reducer.hook is None and not reducer.defers_status:
         return
     late = "; ".join(f"{name} (on rank {', '.join(map(str, ranks))})" for name, ranks in agreement.late.items())
     raise LateGradientError(
         f"these parameters received a gradient more often than in earlier backwards, after their bucket had gone out: {late}. "
-        "The gradients of this step are void. Use gradient_as_bucket_view=False and no communication hook where the number of "
-        "re-entrant checkpoints of a layer varies"
+        "The gradients of this step are void. Where the number of re-entrant checkpoints of a layer varies, use "
+        "gradient_as_bucket_view=False and no communication hook, and on CUDA error_on_unsynchronized=True"
     )
 
 
@@ -110,9 +134,9 @@ def _refuse_lopsided(reducer: Reducer, agreement: Agreement) -> None:
     """A parameter that is new on some ranks only was reduced, against nothing, on the others; a view of a bucket is lost by that.
 
     Raises:
-        RankMismatchError: gradients are views.
+        RankMismatchError: gradients are views, or some rank may have used them by now.
     """
-    if not agreement.unanimous and reducer.options.gradient_as_bucket_view:
+    if not agreement.unanimous and (reducer.options.gradient_as_bucket_view or reducer.defers_status):
         raise RankMismatchError(
             f"{', '.join(sorted(agreement.newcomers))} was replaced, cast or unfrozen on some ranks only, and its gradient lies in a "
             "bucket that has been reduced already; change the parameters on every rank, between two steps"

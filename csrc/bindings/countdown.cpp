@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,15 +14,19 @@ namespace ddpcomm {
 namespace {
 
 struct Counts {
+  public:
     std::vector<std::int64_t> fires_left;   // by parameter; below 0: more came than were expected
     std::vector<std::int64_t> bucket_left;  // by bucket: how many of its parameters are still missing
     std::vector<std::size_t> bucket_of;     // by parameter
     py::object full;                        // called when a bucket has all its gradients
     py::object uncounted;                   // called with the parameter's index for a gradient that was not expected
+    py::object current_stream;              // tells the stream that a gradient was produced on; None where there are none
+    std::vector<std::vector<std::int64_t>> streams;  // by bucket: those of its gradients
 
     // Returns false with a Python error set.
     bool count(std::size_t index) {
         const std::int64_t left = --fires_left[index];
+        if (left >= 0 && !current_stream.is_none() && !note_stream(bucket_of[index])) return false;
         if (left > 0) return true;
         PyObject* result = nullptr;
         if (left == 0) {
@@ -33,6 +38,18 @@ struct Counts {
         }
         Py_XDECREF(result);
         return result != nullptr;
+    }
+
+  private:
+    bool note_stream(std::size_t bucket) {
+        PyObject* const result = PyObject_CallNoArgs(current_stream.ptr());
+        if (!result) return false;
+        const std::int64_t stream = PyLong_AsLongLong(result);
+        Py_DECREF(result);
+        if (PyErr_Occurred()) return false;
+        std::vector<std::int64_t>& known = streams[bucket];
+        if (std::find(known.begin(), known.end(), stream) == known.end()) known.push_back(stream);
+        return true;
     }
 };
 
@@ -70,7 +87,8 @@ PyTypeObject hook_type = [] {
 
 class Countdown {
   public:
-    Countdown(py::object full, py::object uncounted) : counts_(std::make_shared<Counts>()) {
+    Countdown(py::object full, py::object uncounted, py::object current_stream) : counts_(std::make_shared<Counts>()) {
+        counts_->current_stream = std::move(current_stream);
         counts_->full = std::move(full);
         counts_->uncounted = std::move(uncounted);
     }
@@ -98,6 +116,7 @@ class Countdown {
         for (const std::size_t bucket : bucket_of) {
             if (bucket >= bucket_counts.size()) throw py::index_error("there is no such bucket");
         }
+        counts_->streams.assign(bucket_counts.size(), {});
         counts_->fires_left = expected;
         counts_->bucket_left = std::move(bucket_counts);
         counts_->bucket_of = std::move(bucket_of);
@@ -112,6 +131,8 @@ class Countdown {
     }
 
     bool is_full(std::size_t bucket) const { return armed_ && counts_->bucket_left.at(bucket) == 0; }
+
+    std::vector<std::int64_t> streams(std::size_t bucket) const { return counts_->streams.at(bucket); }
 
     std::vector<std::int64_t> fires() const {
         std::vector<std::int64_t> fires = expected_;
@@ -144,12 +165,13 @@ void bind_countdown(py::module_& module) {
     if (PyType_Ready(&ddpcomm::hook_type) != 0) throw py::error_already_set();
     module.add_object("CountdownHook", reinterpret_cast<PyObject*>(&ddpcomm::hook_type));
     py::class_<Countdown>(module, "Countdown", "Counts the gradients of a backward down. See ddpcomm.countdown.")
-        .def(py::init<py::object, py::object>(), py::arg("full"), py::arg("uncounted"))
+        .def(py::init<py::object, py::object, py::object>(), py::arg("full"), py::arg("uncounted"), py::arg("current_stream"))
         .def("resize", &Countdown::resize, py::arg("parameters"))
         .def("hook", &Countdown::hook, py::arg("index"))
         .def("arm", &Countdown::arm, py::arg("expected"), py::arg("bucket_counts"), py::arg("bucket_of"))
         .def("rest", &Countdown::rest)
         .def("is_full", &Countdown::is_full, py::arg("bucket"))
+        .def("streams", &Countdown::streams, py::arg("bucket"))
         .def("fires", &Countdown::fires)
         .def("forget", &Countdown::forget, py::arg("index"))
         .def("recount", &Countdown::recount, py::arg("index"));

@@ -159,7 +159,7 @@ class Communicator(ABC):
             self._closed = True
             self._close()
 
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027 - some transports have nothing to give back
         """What a transport gives back. Called once."""
 
     @property

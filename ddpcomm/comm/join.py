@@ -18,22 +18,24 @@ class Participation:
     Args:
         active: whether each rank still has input.
         synchronizes: whether each rank's backward is going to synchronise.
+        syncs_buffers: whether each rank is about to synchronise its buffers.
     """
 
-    def __init__(self, active: list[bool], synchronizes: list[bool]) -> None:
+    def __init__(self, active: list[bool], synchronizes: list[bool], syncs_buffers: list[bool]) -> None:
         self.active_ranks = sum(active)
         self.synchronizes = any(synchronizes)
+        self.syncs_buffers = any(syncs_buffers)
         self.authoritative_rank = max((rank for rank, is_active in enumerate(active) if is_active), default=0)
         """Whose buffers count: the highest rank that still has input."""
 
 
-def tell(communicator: Communicator, *, active: bool, synchronizes: bool) -> Participation:
-    """What this rank does in this iteration, to all ranks, and theirs. Collective: one all-gather of two numbers."""
-    mine = torch.tensor([active, synchronizes], dtype=torch.int64, device=communicator.device)
-    everyone = mine.new_empty(2 * communicator.world_size)
+def tell(communicator: Communicator, *, active: bool, synchronizes: bool = False, syncs_buffers: bool = False) -> Participation:
+    """What this rank does in this iteration, to all ranks, and theirs. Collective: one all-gather of three numbers."""
+    mine = torch.tensor([active, synchronizes, syncs_buffers], dtype=torch.int64, device=communicator.device)
+    everyone = mine.new_empty(len(mine) * communicator.world_size)
     communicator.all_gather(everyone, mine).wait()
-    rows = everyone.view(-1, 2).tolist()
-    return Participation([bool(row[0]) for row in rows], [bool(row[1]) for row in rows])
+    actives, synchronizing, syncing = everyone.view(-1, len(mine)).bool().t().tolist()
+    return Participation(actives, synchronizing, syncing)
 
 
 def notify(joinable: Joinable) -> None:

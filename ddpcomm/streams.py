@@ -1,0 +1,37 @@
+"""Gradients that were produced on other streams than the one that flattens them. CUDA alone; on the CPU there is nothing to order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def stream_reader(device: torch.device) -> Callable[[], int] | None:
+    """Returns what tells the current stream of `device`, as a number; None where there are no streams. Called at every gradient: 0.1 us."""
+    if device.type != "cuda":
+        return None
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index or 0)
+
+
+def wait_for_producers(streams: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device) -> None:
+    """Makes the current stream wait for what `streams` hold at present, and keeps the gradients' memory from being given to others before
+    the current stream has read it.
+
+    Args:
+        streams: numbers from `stream_reader`, of the streams on which the gradients were produced.
+        gradients: what is going to be read on the current stream.
+        device: where all this is.
+    """
+    if device.type != "cuda":
+        return
+    current = torch.cuda.current_stream(device)
+    others = [number for number in streams if number != current.cuda_stream]
+    for number in others:
+        current.wait_stream(torch.cuda.ExternalStream(number, device=device))  # type: ignore[no-untyped-call]
+    if others:
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.record_stream(current)

@@ -1,0 +1,88 @@
+"""Uneven inputs: `join()`, by torch's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcomm.arguments import Placement
+from ddpcomm.comm.base import Communicator
+from ddpcomm.comm.join import Join, Joinable, JoinHook, ShadowHook, notify, tell
+from ddpcomm.comm.torch_ddp import ProcessGroup
+from ddpcomm.reducer import Reducer
+
+
+class UnevenInputs(nn.Module):
+    """Base of DistributedDataParallel, which has the attributes named here."""
+
+    process_group: ProcessGroup
+    require_backward_grad_sync: bool
+    require_forward_param_sync: bool
+    forward_sync_buffers: bool
+    _placement: Placement
+    _communicator: Communicator
+    _reducer: Reducer
+    _divide_by_initial_world_size: bool
+    _join_config: Any
+
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False) -> Join:
+        """Context manager for ranks with different numbers of batches: one that has run out takes part with zeros.
+
+        Args:
+            divide_by_initial_world_size: divide by the world size, else by the number of ranks that still have input.
+            enable: False makes it do nothing.
+            throw_on_early_termination: raise on every rank when the first has run out.
+        """
+        joinables: list[Joinable] = [self]  # type: ignore[list-item]  # DistributedDataParallel is one
+        return Join(joinables, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Torch's `Joinable` interface. Takes `divide_by_initial_world_size`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's `Join` exchanges its notes."""
+        return self._placement.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Whose ranks join."""
+        return self.process_group
+
+    def _go_on(self, syncs_buffers: bool) -> int:
+        """Within `join()`, says that this rank still has input. Collective there. Returns the rank whose buffers count."""
+        self._reducer.divisor = float(self._communicator.world_size)
+        if not self._join_config.enable:
+            return 0
+        notify(self)  # type: ignore[arg-type]  # DistributedDataParallel is a Joinable
+        synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
+        participation = tell(self._communicator, active=True, synchronizes=synchronizes, syncs_buffers=syncs_buffers)
+        if not self._divide_by_initial_world_size:
+            self._reducer.divisor = float(participation.active_ranks)
+        return participation.authoritative_rank
+
+    def shadow_iteration(self) -> None:
+        """Takes part, with zeros, in a forward and backward of ranks that still have input. Collective."""
+        self._reducer.prepare_forward()
+        participation = tell(self._communicator, active=False)
+        if participation.syncs_buffers:
+            self._sync_buffers(participation.authoritative_rank)
+        if participation.synchronizes:
+            self._reducer.shadow()
+
+    def take_final_state(self, is_last_joiner: bool) -> None:
+        """Gives every rank the model of one that ran out last. Collective."""
+        self._authoritative_rank = tell(self._communicator, active=is_last_joiner).authoritative_rank
+        self._broadcast_state(self._authoritative_rank, with_buffers=self.forward_sync_buffers)
+
+    def _sync_buffers(self, source: int) -> None:
+        """Takes over rank `source`'s buffers."""
+        raise AttributeError("_sync_buffers")
+
+    def _broadcast_state(self, source: int = 0, *, with_buffers: bool = True) -> None:
+        """Takes over rank `source`'s parameters and buffers."""
+        raise AttributeError("_broadcast_state")
