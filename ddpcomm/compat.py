@@ -19,7 +19,7 @@ from ddpcomm.config import ReducerOptions
 from ddpcomm.errors import ConfigurationError, DDPCommError
 from ddpcomm.hook_registration import HookRegistration
 from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
-from ddpcomm.module_state import broadcast_tensors, named_buffers
+from ddpcomm.module_state import MOST_BYTES, broadcast_tensors, named_buffers
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.torch_reducer import TorchLogger, TorchReducer, logging_data
 
@@ -89,6 +89,11 @@ class TorchNames(HookRegistration):
     def bucket_bytes_cap(self) -> int:
         """The size of a bucket in bytes; torch.compile cuts graphs at it."""
         return max(self._options.caps.bytes)
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """The size in bytes of the pieces in which parameters and buffers are broadcast."""
+        return MOST_BYTES
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
@@ -197,9 +202,10 @@ class TorchNames(HookRegistration):
         """Outputs are never cloned here."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Every iteration is recorded here: it costs five readings of a clock."""
+        """Of how many iterations, after the first ten, `_get_ddp_logging_data` tells one."""
         if sample_rate < 1:
-            raise ConfigurationError("DDP runtime logging sample rate should be equal or greater than 1")
+            raise self._logged(ConfigurationError("DDP runtime logging sample rate should be equal or greater than 1"))
+        self._statistics.sample_every = sample_rate
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Synchronises over another group from now on. Its ranks must all call it, with no backward under way."""

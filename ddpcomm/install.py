@@ -29,9 +29,9 @@ class Installation:
 def install() -> Installation:
     """From now on `torch.nn.parallel.DistributedDataParallel` is ddpcomm's. Local; idempotent; on all ranks alike.
 
-    As a call it lasts until `uninstall()`; in `with ddpcomm.install():` until the end of the block. Every module of torch that holds torch's
-    class under some name is served, also those that torch imports later. So is every framework that is imported afterwards, or that looks the
-    class up in `torch.nn.parallel` when it needs it.
+    As a call it lasts until `uninstall()`; in `with ddpcomm.install():` until the end of the block. Every module of torch that holds
+    torch's class under some name is served, also those that torch imports later. So is every framework that is imported afterwards, or that
+    looks the class up in `torch.nn.parallel` when it needs it.
 
     Out of reach: modules outside torch that were imported before and hold the class itself (`from torch.nn.parallel import
     DistributedDataParallel`), about which it warns; classes derived from torch's; models that are wrapped already.

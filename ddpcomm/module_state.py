@@ -13,7 +13,7 @@ from ddpcomm.comm.base import Communicator
 from ddpcomm.errors import RankMismatchError
 from ddpcomm.layout import ALIGNMENT_BYTES
 
-_MOST_BYTES = 250 * 1024 * 1024
+MOST_BYTES = 250 * 1024 * 1024
 _HEADER_BYTES = ALIGNMENT_BYTES
 
 
@@ -33,7 +33,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], sou
     piece: list[Tensor] = []
     size_bytes = 0
     for tensor in tensors:
-        if piece and size_bytes + tensor.nbytes > _MOST_BYTES:
+        if piece and size_bytes + tensor.nbytes > MOST_BYTES:
             _broadcast_piece(communicator, piece, source, names)
             piece, size_bytes = [], 0
         piece.append(tensor)

@@ -68,7 +68,8 @@ class Record:
         self._used_before = used
         self.statistics.unused_parameter_bytes = sum(m.parameter.nbytes for m in idle)
         if self._keep_counts:
-            self._flags = [(bucket.layout.flagged, bucket.flags.clone()) for bucket in reduction.arrangement.buckets]
+            buckets = reduction.arrangement.buckets
+            self._flags = [(bucket.layout.flagged, torch.empty_like(bucket.flags).copy_(bucket.flags)) for bucket in buckets]
         return [m.name for m in idle]
 
     def unsynchronized(self, parameters: ParameterSet) -> dict[str, str]:

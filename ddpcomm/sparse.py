@@ -25,7 +25,7 @@ def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: 
     gradient = parameter.grad
     was_dense = gradient is not None and not gradient.is_sparse
     sparse = _as_sparse(parameter)
-    facts = torch.tensor([sparse._nnz(), sparse.sparse_dim(), used], dtype=torch.int64, device=communicator.device)
+    facts = torch.tensor([sparse._nnz(), sparse.sparse_dim(), used and gradient is not None], dtype=torch.int64, device=communicator.device)
     all_facts = facts.new_empty(communicator.world_size * facts.numel())
     communicator.all_gather(all_facts, facts).wait()
     by_rank = all_facts.view(communicator.world_size, -1).tolist()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+_TIMES = ("forward", "backward", "communication", "overlap")
+_ALWAYS_SAMPLED = 10
+
 
 @dataclass
 class Statistics:
@@ -19,15 +22,21 @@ class Statistics:
     communication_start: int = 0
     communication_end: int = 0
     iterations: int = 0
+    sample_every: int = 1
+    """After the first ten, torch's log speaks of every so many iterations."""
+    sampled_iteration: int = 0
     unused_parameter_bytes: int = 0
     buckets_reduced: int = 0
     error: str = ""
     ready_order: list[int] = field(default_factory=list)
-    sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("forward", "backward", "communication", "overlap"), 0))
+    last: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TIMES, 0))
+    sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TIMES, 0))
 
     def forward_starts(self, synchronizes: bool) -> None:
         """A forward with gradients begins."""
         self.forward_start = time.perf_counter_ns()
+        if self.iterations < _ALWAYS_SAMPLED or self.iterations % self.sample_every == 0:
+            self.sampled_iteration = self.iterations
         self.iterations += synchronizes
 
     def backward_starts(self) -> None:
@@ -47,11 +56,15 @@ class Statistics:
     def communication_ends(self) -> None:
         """All averages are in place."""
         self.communication_end = time.perf_counter_ns()
-        start = self.communication_start or self.backward_end
-        self.sums["forward"] += max(self.backward_start - self.forward_start, 0) if self.forward_start else 0
-        self.sums["backward"] += self.backward_end - self.backward_start
-        self.sums["communication"] += self.communication_end - start
-        self.sums["overlap"] += max(self.backward_end - start, 0)
+        start = self.communication_start = self.communication_start or self.backward_end
+        self.last = {
+            "forward": max(self.backward_start - self.forward_start, 0) if self.forward_start else 0,
+            "backward": self.backward_end - self.backward_start,
+            "communication": self.communication_end - start,
+            "overlap": max(self.backward_end - start, 0),
+        }
+        for what, duration in self.last.items():
+            self.sums[what] += duration
         self._steps = self.steps + 1
 
     _steps: int = 0

@@ -68,7 +68,8 @@ class TorchReducer:
         """Nothing is left to push."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Every iteration is recorded: it costs five readings of a clock."""
+        """Of how many iterations the logging data tell one."""
+        self._reducer.statistics.sample_every = sample_rate
 
 
 class TorchLogger:
@@ -115,7 +116,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
-        "iteration": statistics.iterations,
+        "iteration": statistics.sampled_iteration,
         "dtypes": ", ".join(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters)),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "num_parameter_tensors": len(parameters),
@@ -127,6 +128,10 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "can_set_static_graph": reducer.record.graph_is_static,
         "has_error": int(bool(statistics.error)),
         "error": statistics.error,
+        "forward_compute_time": statistics.last["forward"],
+        "backward_compute_time": statistics.last["backward"],
+        "backward_comm_time": statistics.last["communication"],
+        "backward_compute_comm_overlap_time": statistics.last["overlap"],
         "avg_forward_compute_time": statistics.average_ns("forward"),
         "avg_backward_compute_time": statistics.average_ns("backward"),
         "avg_backward_comm_time": statistics.average_ns("communication"),

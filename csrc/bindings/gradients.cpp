@@ -28,8 +28,8 @@ class GradientTable {
         }
     }
 
-    // (gradients, odd): every parameter's .grad, and the positions of those that are neither None, nor the view itself, nor a tensor of the
-    // parameter's dtype and device with the view's strides. Complex ones are always odd.
+    // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself, nor a tensor of the parameter's
+    // dtype and device with the view's strides. None and complex ones are always odd.
     py::tuple gather() const {
         const py::ssize_t count = static_cast<py::ssize_t>(parameters_.size());
         py::list gradients(count);
@@ -37,7 +37,7 @@ class GradientTable {
         for (py::ssize_t i = 0; i < count; ++i) {
             const py::object gradient = grad_of(i);
             const bool placed = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i) && places_[i].simple();
-            if (!gradient.is_none() && !placed && !is_plain(gradient.ptr(), places_[i])) odd.append(i);
+            if (!placed && (gradient.is_none() || !is_plain(gradient.ptr(), places_[i]))) odd.append(i);
             PyList_SET_ITEM(gradients.ptr(), i, gradient.inc_ref().ptr());
         }
         return py::make_tuple(gradients, odd);

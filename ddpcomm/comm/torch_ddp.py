@@ -75,7 +75,7 @@ def take_over_optimizer_hooks(parameters: list[torch.Tensor]) -> list[Callable[[
     return [step(optimizer) for optimizer in optimizers]
 
 
-def environment_facts(process_group: ProcessGroup) -> dict[str, str | None]:
+def environment_facts(process_group: ProcessGroup) -> dict[str, str | int]:
     """What torch's logging data tells of the process group and its environment."""
     variables = {
         "master_port": "MASTER_PORT",
@@ -86,5 +86,8 @@ def environment_facts(process_group: ProcessGroup) -> dict[str, str | None]:
     backend = dist.get_backend(process_group)
     if backend == "gloo":
         variables.update(gloo_socket_ifname="GLOO_SOCKET_IFNAME", gloo_device_transport="GLOO_DEVICE_TRANSPORT")
-        variables.update(gloo_num_threads="GLOO_NUM_THREADS")
-    return {"backend_name": backend, **env.torch_variables(variables)}
+    facts: dict[str, str | int] = {"backend_name": backend, **env.torch_variables(variables)}
+    if backend == "gloo":
+        options = process_group._get_backend(torch.device("cpu")).options
+        facts["gloo_num_threads"] = getattr(options, "_threads", 0)
+    return facts
