@@ -53,7 +53,9 @@ def test_bucket_is_full_with_the_last_of_its_gradients() -> None:
     backward(p[1])
     assert (owner.full, owner.countdown.is_full(0), owner.countdown.is_full(1)) == (1, True, False)
     backward(p[2])
-    assert owner.full == 2 and owner.countdown.fires() == [1, 1, 1] and owner.uncounted == []
+    assert owner.full == 2
+    assert owner.countdown.fires() == [1, 1, 1]
+    assert owner.uncounted == []
 
 
 def test_a_parameter_that_fires_twice_is_waited_for() -> None:
@@ -65,7 +67,8 @@ def test_a_parameter_that_fires_twice_is_waited_for() -> None:
     backward(p[0])
     assert owner.full == 1
     backward(p[0])
-    assert owner.uncounted == [0] and owner.countdown.fires() == [3]
+    assert owner.uncounted == [0]
+    assert owner.countdown.fires() == [3]
 
 
 def test_every_gradient_is_uncounted_while_nothing_is_armed() -> None:
@@ -73,7 +76,8 @@ def test_every_gradient_is_uncounted_while_nothing_is_armed() -> None:
     owner = Owner(p, [1, 1])
     backward(p[1])
     backward(p[1])
-    assert owner.uncounted == [1, 1] and owner.countdown.fires() == [0, 2]
+    assert owner.uncounted == [1, 1]
+    assert owner.countdown.fires() == [0, 2]
     owner.countdown.forget(1)
     assert owner.countdown.fires() == [0, 1]
     owner.countdown.rest()
@@ -85,7 +89,8 @@ def test_recount_counts_what_arming_forgot() -> None:
     owner = Owner(p, [1])
     owner.countdown.arm(Places([0], [1, 2]))
     owner.countdown.recount(0)
-    assert owner.full == 1 and owner.countdown.fires() == [1]
+    assert owner.full == 1
+    assert owner.countdown.fires() == [1]
 
 
 def test_streams_of_a_bucket_each_once() -> None:
