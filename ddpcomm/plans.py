@@ -6,8 +6,8 @@ offer, and how one is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -16,12 +16,9 @@ from torch import Tensor
 from ddpcomm import env, native
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.kernels import plain, reference
+from ddpcomm.plan_checks import CallCheck, check_flat, check_statistics, typed, typed_errors
 
 OPERATIONS = ("flatten", "unflatten", "norm", "quantise", "dequantise")
-
-_WIDE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_FLOATS = (*_WIDE, torch.float8_e4m3fn, torch.float8_e5m2)
-_COMPLEX = (torch.complex64, torch.complex128)
 
 
 class FlattenImplementation(Protocol):
@@ -45,7 +42,47 @@ def implementations(op: str, device: torch.device | str) -> tuple[str, ...]:
     """
     if op not in OPERATIONS:
         raise ConfigurationError(f"implementations: op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    return ("native", "torch") if torch.device(device).type == "cpu" else ("torch",)
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return ("native", "torch")
+    if kind != "cuda":
+        return ("torch",)
+    installed = {"triton": "triton", "cuda": "cupy"}
+    return (*(name for name, package in installed.items() if find_spec(package) is not None), "torch")
+
+
+def _flatten_implementation(
+    name: str, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype, device: torch.device
+) -> FlattenImplementation:
+    plan: FlattenImplementation
+    if name == "triton":
+        from ddpcomm.kernels import triton_plans
+
+        plan = triton_plans.FlattenPlan(numels, offsets, total_numel, dtype, device)
+    elif name == "cuda":
+        from ddpcomm.kernels import cuda_plans
+
+        plan = cuda_plans.FlattenPlan(numels, offsets, total_numel, dtype, device)
+    else:
+        plan = plain.FlattenPlan(numels, offsets, total_numel, dtype)
+    return plan
+
+
+def _quantise_implementation(
+    name: str, numels: Sequence[int], offsets: Sequence[int], total_numel: int, code: str, device: torch.device
+) -> QuantiseImplementation:
+    plan: QuantiseImplementation
+    if name == "triton":
+        from ddpcomm.kernels import triton_plans
+
+        plan = triton_plans.QuantisePlan(numels, offsets, total_numel, code, device)
+    elif name == "cuda":
+        from ddpcomm.kernels import cuda_plans
+
+        plan = cuda_plans.QuantisePlan(numels, offsets, total_numel, code, device)
+    else:
+        plan = plain.QuantisePlan(numels, offsets, total_numel, code)
+    return plan
 
 
 def choose(op: str, device: torch.device, implementation: str | None) -> str:
@@ -95,13 +132,13 @@ class FlattenPlan:
         self.implementation = choose("flatten", self.device, implementation)
         if dtype not in native.DTYPES:
             raise ConfigurationTypeError(f"FlattenPlan: a buffer can't have dtype {dtype}")
-        with _typed_errors("FlattenPlan"):
+        with typed_errors("FlattenPlan"):
             native_plan = native.FlattenPlan(numels, offsets, total_numel, dtype)  # checks the layout
-        self._check: Callable[..., None] | None = None
+        self._check: CallCheck | None = None
         self._plan: FlattenImplementation = native_plan
         if self.implementation != "native":
-            self._check = _CallCheck(numels, offsets, total_numel, dtype)
-            self._plan = plain.FlattenPlan(numels, offsets, total_numel, dtype)
+            self._check = CallCheck(numels, offsets, total_numel, dtype)
+            self._plan = _flatten_implementation(self.implementation, numels, offsets, total_numel, dtype, self.device)
 
     def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float = 1.0, accumulate: bool = False) -> None:
         """Copies `tensors` to their places in `out`, as `ops.flatten` does. None entries cover nothing."""
@@ -110,7 +147,7 @@ class FlattenPlan:
                 self._check(tensors, out, scale, accumulate, into_buffer=True)
             self._plan.flatten(tensors, out, scale, accumulate)
         except (ValueError, TypeError) as error:
-            raise _typed("flatten", error) from None
+            raise typed("flatten", error) from None
 
     def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0, statistics: Tensor | None = None) -> None:
         """Fills `tensors` from their places in `flat`, as `ops.unflatten` does. None entries are skipped."""
@@ -118,17 +155,17 @@ class FlattenPlan:
             if self._check is not None:
                 self._check(tensors, flat, scale, False, into_buffer=False)
             if statistics is not None:
-                _check_statistics(statistics, self.device)
+                check_statistics(statistics, self.device)
             self._plan.unflatten(flat, tensors, scale, statistics)
         except (ValueError, TypeError) as error:
-            raise _typed("unflatten", error) from None
+            raise typed("unflatten", error) from None
 
     def norm(self, flat: Tensor, statistics: Tensor) -> None:
         """What `unflatten` into tensors of `flat`'s own dtype, with scale 1, would put into `statistics`; nothing is copied."""
-        with _typed_errors("norm"):
+        with typed_errors("norm"):
             if self._check is not None:
-                self._check([None] * len(self._check.numels), flat, 1.0, False, into_buffer=False)  # type: ignore[attr-defined]
-            _check_statistics(statistics, self.device)
+                self._check([None] * len(self._check.numels), flat, 1.0, False, into_buffer=False)
+            check_statistics(statistics, self.device)
             self._plan.norm(flat, statistics)
 
 
@@ -153,21 +190,21 @@ class QuantisePlan:
         self.implementation = choose("quantise", self.device, implementation)
         self._blocks = total_numel // reference.QUANTISED_BLOCK
         self._total_numel = total_numel
-        with _typed_errors("QuantisePlan"):
+        with typed_errors("QuantisePlan"):
             native_plan = native.QuantisePlan(numels, offsets, total_numel, code)  # checks the layout
-        self._check = _CallCheck(numels, offsets, total_numel, torch.float32)
+        self._check = CallCheck(numels, offsets, total_numel, torch.float32)
         self._plan: QuantiseImplementation = native_plan
         if self.implementation != "native":
-            self._plan = plain.QuantisePlan(numels, offsets, total_numel, code)
+            self._plan = _quantise_implementation(self.implementation, numels, offsets, total_numel, code, self.device)
 
     def quantise(
         self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float = 1.0, residual: Tensor | None = None
     ) -> None:
         """Writes codes and scales of `tensors` times `scale`, plus `residual`, which becomes what was lost. See `ops.quantise`."""
-        with _typed_errors("quantise"):
+        with typed_errors("quantise"):
             self._check_buffers(codes, scales)
             if residual is not None:
-                _check_flat("residual", residual, torch.float32, self._total_numel, self.device)
+                check_flat("residual", residual, torch.float32, self._total_numel, self.device)
             self._check.tensors(tensors, codes.device, torch.float32, scale, False, into_buffer=True)
             self._plan.quantise(tensors, codes, scales, scale, residual)
 
@@ -175,100 +212,11 @@ class QuantisePlan:
         self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0, accumulate: bool = False
     ) -> None:
         """Fills `tensors` with what codes and scales stand for, times `scale`, or adds it. See `ops.dequantise`."""
-        with _typed_errors("dequantise"):
+        with typed_errors("dequantise"):
             self._check_buffers(codes, scales)
             self._check.tensors(tensors, codes.device, torch.float32, scale, accumulate, into_buffer=False)
             self._plan.dequantise(codes, scales, tensors, scale, accumulate)
 
     def _check_buffers(self, codes: Tensor, scales: Tensor) -> None:
-        _check_flat("codes", codes, torch.uint8, self._total_numel, self.device)
-        _check_flat("scales", scales, torch.float32, self._blocks, self.device)
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-class _CallCheck:
-    """What the native plans check in C++, for the others. Raises ValueError and TypeError."""
-
-    def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype) -> None:
-        self.numels = tuple(numels)
-        self._offsets = tuple(offsets)
-        self._total_numel = total_numel
-        self._dtype = dtype
-
-    def __call__(self, tensors: Sequence[Tensor | None], buffer: Tensor, scale: float, accumulate: bool, *, into_buffer: bool) -> None:
-        _check_flat("buffer", buffer, self._dtype, self._total_numel, buffer.device)
-        self.tensors(tensors, buffer.device, self._dtype, scale, accumulate, into_buffer=into_buffer)
-        start = buffer.data_ptr()
-        end = start + buffer.numel() * buffer.element_size()
-        for i, (tensor, offset) in enumerate(zip(tensors, self._offsets, strict=True)):
-            if tensor is None or tensor.numel() == 0:
-                continue
-            begin = tensor.data_ptr()
-            overlaps = begin < end and start < begin + tensor.numel() * tensor.element_size()
-            if overlaps and not (tensor.dtype == self._dtype and begin == start + offset * tensor.element_size()):
-                raise ValueError(f"tensor {i} overlaps the buffer, but not at its own place in it")
-
-    def tensors(
-        self,
-        tensors: Sequence[Tensor | None],
-        device: torch.device,
-        dtype: torch.dtype,
-        scale: float,
-        accumulate: bool,
-        *,
-        into_buffer: bool,
-    ) -> None:
-        if len(tensors) != len(self.numels):
-            raise ValueError(f"there are {len(tensors)} tensors, the layout has {len(self.numels)}")
-        for i, (tensor, numel) in enumerate(zip(tensors, self.numels, strict=True)):
-            if tensor is None:
-                continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"expected a tensor at {i}, got {type(tensor).__name__}")
-            if tensor.device != device:
-                raise ValueError(f"tensor {i} is on {tensor.device}, the buffer on {device}")
-            if tensor.numel() != numel:
-                raise ValueError(f"tensor {i} has {tensor.numel()} elements, the layout {numel}")
-            if not _supported(tensor.dtype, dtype, scale, accumulate):
-                raise TypeError(f"tensor {i} has dtype {tensor.dtype}, which can't be scaled, added or cast to or from {dtype}")
-
-
-def _supported(one: torch.dtype, other: torch.dtype, scale: float, accumulate: bool) -> bool:
-    """As `Copier::supports` in csrc/include/ddpcomm/copy.h."""
-    if one == other and (one in _COMPLEX or (scale == 1 and not accumulate)):
-        return True
-    kinds = _WIDE if accumulate else _FLOATS
-    return one in kinds and other in kinds
-
-
-def _check_flat(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}, it must be {dtype}")
-    if tensor.device.type != device.type:
-        raise ValueError(f"{name} is on {tensor.device}, it must be on {device}")
-    if tensor.numel() != numel or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous and have {numel} elements, got shape {tuple(tensor.shape)}")
-
-
-def _check_statistics(statistics: Tensor, device: torch.device) -> None:
-    _check_flat("statistics", statistics, torch.float64, 2, device)
-
-
-def _typed(operation: str, error: Exception) -> Exception:
-    if isinstance(error, TypeError):
-        return ConfigurationTypeError(f"{operation}: {error}")
-    return ConfigurationError(f"{operation}: {error}")
-
-
-@contextmanager
-def _typed_errors(operation: str) -> Iterator[None]:
-    try:
-        yield
-    except (ConfigurationError, ConfigurationTypeError):
-        raise
-    except (ValueError, TypeError, OverflowError) as error:
-        raise _typed(operation, error) from None
+        check_flat("codes", codes, torch.uint8, self._total_numel, self.device)
+        check_flat("scales", scales, torch.float32, self._blocks, self.device)

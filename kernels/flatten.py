@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .addresses import addresses_of, source_dtypes
 from .numbers import element_of, format_of, narrow, real_parts, widen
 from .tiles import ABSENT, COLUMNS, OTHER, TILE, AddressTable, tile_table
 
@@ -40,18 +41,12 @@ def convert_block(
     ACCUMULATE: tl.constexpr,
 ):
     """Moves the elements at `places`; returns them as stored, in the compute type. Masked: loads below `valid`, stores below `written`."""
-    if MASKED:
-        element = tl.load(source + places, mask=places < valid, other=0)
-    else:
-        element = tl.load(source + places)
+    element = tl.load(source + places, mask=places < valid, other=0) if MASKED else tl.load(source + places)
     value = widen(element, SOURCE, COMPUTE)
     if SCALED:
         value = value * factor
     if ACCUMULATE:
-        if MASKED:
-            before = tl.load(target + places, mask=places < valid, other=0)
-        else:
-            before = tl.load(target + places)
+        before = tl.load(target + places, mask=places < valid, other=0) if MASKED else tl.load(target + places)
         value = widen(before, RESULT, COMPUTE) + value
     stored = narrow(value, RESULT, RESULT_ELEMENT)
     if MASKED:
@@ -127,16 +122,6 @@ def conversion(source: torch.dtype, result: torch.dtype, scale: float, accumulat
     }
 
 
-def addresses_of(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[int]:
-    """Addresses of those of `dtype`; ABSENT and OTHER in place of the rest."""
-    return [ABSENT if tensor is None else tensor.data_ptr() if tensor.dtype == dtype else OTHER for tensor in tensors]
-
-
-def source_dtypes(tensors: Sequence[Tensor | None], default: torch.dtype) -> list[torch.dtype]:
-    """The dtypes that occur, each once; `default` where there is no tensor at all."""
-    return list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor is not None)) or [default]
-
-
 class Factor:
     """A scale on the device, made anew only when it changes."""
 
@@ -171,9 +156,7 @@ class Flatten:
             table = self._tables.get(dtype)
             if table is None:
                 table = self._tables[dtype] = AddressTable(self._count, self._device)
-            addresses = addresses_of(tensors, dtype)
-            if i > 0:  # absent tensors are the first launch's
-                addresses = [OTHER if address == ABSENT else address for address in addresses]
+            addresses = addresses_of(tensors, dtype, absent=ABSENT if i == 0 else OTHER)
             flatten_kernel[(len(self._tiles),)](
                 table(addresses),
                 self._tiles,

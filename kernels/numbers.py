@@ -1,10 +1,9 @@
 """Conversion of numbers inside Triton kernels, to and from every format of a buffer.
 
 A format is named by a string: "float32", "float64", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", or "bits" for anything that is
-only copied. bfloat16 and the 8-bit floats are loaded and
-stored as integers and converted by integer arithmetic on the bits of a float: the same on every GPU, before and
-after those that have an instruction for it, and under Triton's interpreter, whose own casts to bfloat16 truncate and lose subnormal numbers. The kernels are bound
-by memory, so that it costs nothing.
+only copied. bfloat16 and the 8-bit floats are loaded and stored as integers and converted by integer arithmetic on the bits of a float:
+the same on every GPU, before and after those that have an instruction for it, and under Triton's interpreter, whose own casts to bfloat16
+truncate and lose subnormal numbers. The kernels are bound by memory, so that it costs nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flatten import WARPS, Factor, addresses_of, source_dtypes
+from .addresses import addresses_of, source_dtypes
+from .flatten import WARPS, Factor
 from .numbers import element_of, format_of, narrow, widen
 from .reference import CODES, QUANTISED_BLOCK
 from .tiles import ABSENT, COLUMNS, OTHER, TILE, AddressTable, tile_table
@@ -161,7 +162,7 @@ class Quantise:
         table = self._tables.get(dtype)
         if table is None:
             table = self._tables[dtype] = AddressTable(self._count, self._device)
-        return table([absent if address == ABSENT else address for address in addresses_of(tensors, dtype)])
+        return table(addresses_of(tensors, dtype, absent))
 
     def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
         if len(self._with_gaps) == 0:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flatten import WARPS, Factor, addresses_of, conversion, convert_block, source_dtypes
+from .addresses import addresses_of, source_dtypes
+from .flatten import WARPS, Factor, conversion, convert_block
 from .norm import partial_norm, sum_partials
 from .numbers import real_parts
 from .tiles import AddressTable, tile_table

@@ -1,4 +1,4 @@
-"""What every implementation for a device must do, bit for bit as kernels/reference.py: called by the tests of each, on the device at hand."""
+"""What every implementation must do, bit for bit as kernels/reference.py: called by the tests of each, on the device at hand."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ddpcomm.kernels import plain, reference
 from torch import Tensor
 
-from ddpcomm.kernels import plain, reference
 from tests.kernels.cases import FLOATS, FLOATS_8, assert_same_bits, values
 
 FlattenFactory = Callable[..., Any]

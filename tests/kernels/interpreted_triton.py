@@ -8,13 +8,12 @@ import warnings
 
 import pytest
 import torch
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
-
 from ddpcomm.kernels import triton_plans
+
 from tests.kernels import device_cases
 from tests.kernels.cases import FLOATS
 
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # numpy's, where casts overflow as they should
 
 

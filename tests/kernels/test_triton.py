@@ -15,12 +15,11 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install ddpcomm[triton]")
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from ddpcomm.kernels import flatten, norm, quantise, unflatten  # noqa: E402
 from ddpcomm.kernels.numbers import element_of, format_of  # noqa: E402
 from ddpcomm.kernels.tiles import COLUMNS, TILE  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
 
 TARGETS = (80, 90, 100)
 REGISTERS = 64
@@ -47,7 +46,7 @@ def compiled(
     """`kernel` compiled with every pointer aligned to 16 bytes. pointers: "name:type" in the kernel's order."""
     signature = dict(pointer.split(":") for pointer in pointers)
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    signature.update({name: "constexpr" for name in constants})
+    signature.update(dict.fromkeys(constants, "constexpr"))
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": flatten.WARPS, **options})
 
