@@ -16,20 +16,21 @@ namespace {
 
 constexpr auto kLookForSignals = std::chrono::milliseconds(100);
 
-Clock::time_point after(double seconds) {
+Clock::duration duration_of(double seconds) {
     constexpr double a_year = 365.0 * 86400.0;  // the clock can't count to infinity
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::fmin(seconds, a_year)));
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::fmin(seconds, a_year)));
 }
 
-// Runs `wait(deadline, until)` again and again without the interpreter's lock, so that Ctrl-C is served meanwhile.
+// Runs `wait(limit)` again and again without the interpreter's lock, so that Ctrl-C is served meanwhile.
 template <class Wait>
 bool wait_serving_signals(double seconds, Wait wait) {
-    const Clock::time_point deadline = after(seconds);
+    const Clock::duration total = duration_of(seconds);
+    const Clock::time_point deadline = Clock::now() + total;
     while (true) {
         Channel::Outcome outcome;
         {
             const py::gil_scoped_release release;
-            outcome = wait(deadline, Clock::now() + kLookForSignals);
+            outcome = wait(TimeLimit{deadline, Clock::now() + kLookForSignals, total});
         }
         if (outcome != Channel::Outcome::kInterrupted) return outcome == Channel::Outcome::kDone;
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -55,7 +56,7 @@ std::unique_ptr<Channel> make_channel(std::shared_ptr<Arena> arena, int rank, co
     for (std::size_t i = 0; i < segments.size(); ++i) peers.push_back({segments[i], names[i], watched[i]});
     peers.at(static_cast<std::size_t>(rank)).segment = std::shared_ptr<Segment>(arena, &arena->segment());
     const ChannelSettings settings{{piece_bytes, small_bytes, stream_bytes, isa_named(isa)},
-                                   std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(spin_seconds))};
+                                   std::chrono::nanoseconds(duration_of(spin_seconds))};
     return std::make_unique<Channel>(arena, Peers(rank, std::move(peers), channel), settings);
 }
 
@@ -130,11 +131,11 @@ void bind_shared_memory(py::module_& module) {
         .def("wait",
              [](Channel& channel, std::uint64_t number, double seconds) {
                  if (channel.is_finished(number)) return true;
-                 return wait_serving_signals(seconds, [&](auto deadline, auto until) { return channel.wait(number, deadline, until); });
+                 return wait_serving_signals(seconds, [&](const TimeLimit& limit) { return channel.wait(number, limit); });
              })
         .def("wait_for_room",
              [](Channel& channel, double seconds) {
-                 return wait_serving_signals(seconds, [&](auto deadline, auto until) { return channel.wait_for_room(deadline, until); });
+                 return wait_serving_signals(seconds, [&](const TimeLimit& limit) { return channel.wait_for_room(limit); });
              })
         .def("progress",
              [](Channel& channel) {

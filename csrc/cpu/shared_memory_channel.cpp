@@ -109,9 +109,8 @@ void Channel::return_buffers(Call& call) {
 }
 
 template <class Done>
-Channel::Outcome Channel::wait_until(Done done, Clock::time_point deadline, Clock::time_point until) {
-    const Clock::time_point begin = Clock::now();
-    Clock::time_point spin_until = begin + settings_.spin;
+Channel::Outcome Channel::wait_until(Done done, const TimeLimit& limit) {
+    Clock::time_point spin_until = Clock::now() + settings_.spin;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
         advance();
@@ -122,11 +121,11 @@ Channel::Outcome Channel::wait_until(Done done, Clock::time_point deadline, Cloc
             pause_briefly();
             continue;
         }
-        if (now >= deadline) {
-            fail_after_timeout(deadline - begin);
+        if (now >= limit.deadline) {
+            fail_after_timeout(limit);
             return Outcome::kFailed;
         }
-        if (now >= until) return Outcome::kInterrupted;
+        if (now >= limit.until) return Outcome::kInterrupted;
         const std::uint32_t bell = peers_.prepare_sleep();
         advance();
         if (!done() && !failed()) look_for_failures();
@@ -136,19 +135,19 @@ Channel::Outcome Channel::wait_until(Done done, Clock::time_point deadline, Cloc
             continue;
         }
         lock.unlock();
-        peers_.sleep(bell, std::min<Clock::duration>({kLongestSleep, deadline - now, until - now}));
+        peers_.sleep(bell, std::min<Clock::duration>({kLongestSleep, limit.deadline - now, limit.until - now}));
         lock.lock();
         spin_until = Clock::now() + settings_.spin;
     }
 }
 
-Channel::Outcome Channel::wait(std::uint64_t number, Clock::time_point deadline, Clock::time_point until) {
+Channel::Outcome Channel::wait(std::uint64_t number, const TimeLimit& limit) {
     if (is_finished(number)) return Outcome::kDone;
-    return wait_until([this, number] { return is_finished(number); }, deadline, until);
+    return wait_until([this, number] { return is_finished(number); }, limit);
 }
 
-Channel::Outcome Channel::wait_for_room(Clock::time_point deadline, Clock::time_point until) {
-    return wait_until([this] { return has_room(); }, deadline, until);
+Channel::Outcome Channel::wait_for_room(const TimeLimit& limit) {
+    return wait_until([this] { return has_room(); }, limit);
 }
 
 // Ranks that the oldest unfinished call waits for.
@@ -190,12 +189,12 @@ void Channel::look_for_the_dead() {
     }
 }
 
-void Channel::fail_after_timeout(Clock::duration limit) {
+void Channel::fail_after_timeout(const TimeLimit& limit) {
     const std::uint64_t ranks = awaited();
     Call& oldest = call(run_ < last_ ? run_ + 1 : finished_ + 1);
     std::ostringstream text;
     text << oldest.describe(peers_) << ", call " << oldest.number() << ", did not end within "
-         << std::chrono::duration<double>(limit).count() << " s on rank " << peers_.name(peers_.rank()) << ": "
+         << std::chrono::duration<double>(limit.total).count() << " s on rank " << peers_.name(peers_.rank()) << ": "
          << describe_ranks(ranks, peers_) << (oldest.planned() ? " called it but did not do their part" : " did not call it");
     fail(FailureKind::kTimeout, ranks, text.str());
 }

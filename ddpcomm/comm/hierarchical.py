@@ -30,12 +30,17 @@ from torch import Tensor
 
 from ddpcomm.comm.base import Communicator, ReduceOp, Work
 from ddpcomm.comm.exchange import all_gather_objects
+from ddpcomm.comm.forked import abandon, leave_to_parent_after_fork
 from ddpcomm.comm.neighbours import find_neighbours
 from ddpcomm.comm.process_group import ProcessGroupCommunicator
 from ddpcomm.comm.segments import attach
 from ddpcomm.comm.shared_memory import SharedMemoryCommunicator
 from ddpcomm.comm.shared_memory_settings import SharedMemorySettings
 from ddpcomm.errors import CommunicationError, TransportUnavailableError
+
+# More calls than this wait for the oldest. A quarter of what shared memory can hold in flight: no rank is further ahead of another than
+# this, so that a call never has to wait for room in one channel while another rank waits for room in the other one.
+_CALLS_IN_FLIGHT = 64
 
 _Step = Callable[[], Work | None]
 
@@ -117,6 +122,7 @@ class HierarchicalCommunicator(Communicator):
         self._between = between
         self._host = next(i for i, host in enumerate(self.hosts) if rank in host)
         self._pending: deque[HierarchicalWork] = deque()
+        leave_to_parent_after_fork(self)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._up.empty(numel, dtype)
@@ -140,12 +146,15 @@ class HierarchicalCommunicator(Communicator):
                 tensor.mul_(share)  # the host's average, weighted by how many ranks it has
             return self._between.all_reduce(tensor, "max" if op == "max" else "sum")
 
-        return self._start(self._up.all_reduce(tensor, op), between, lambda: self._down.broadcast(tensor), finish)
+        return self._start(lambda: self._up.all_reduce(tensor, op), between, lambda: self._down.broadcast(tensor), finish)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         source_host = next(i for i, host in enumerate(self.hosts) if source in host)
         at_source = source_host == self._host
-        up = self._up.broadcast(tensor, self.hosts[source_host].index(source)) if at_source else None
+        local_source = self.hosts[source_host].index(source)
+
+        def up() -> Work | None:
+            return self._up.broadcast(tensor, local_source) if at_source else None
 
         def between() -> Work | None:
             return None if self._between is None else self._between.broadcast(tensor, source_host)
@@ -160,25 +169,35 @@ class HierarchicalCommunicator(Communicator):
         in_order = [host * largest + position for _, host, position in sorted(self._places())]
 
         def between() -> Work | None:
+            if len(self.hosts) == 1:
+                everybody.copy_(local)
             return None if self._between is None else self._between.all_gather(everybody, local)
 
         def finish() -> None:
             by_rank = everybody.view(-1, tensor.numel()).view(torch.uint8)[in_order].view(tensor.dtype)
             out.view(self.world_size, -1).copy_(by_rank)
 
-        up = self._up.all_gather(local[: self._up.world_size], tensor)
-        return self._start(up, between, lambda: self._down.broadcast(everybody), finish if tensor.numel() else _nothing)
+        mine = local[: self._up.world_size]
+        return self._start(
+            lambda: self._up.all_gather(mine, tensor),
+            between,
+            lambda: self._down.broadcast(everybody),
+            finish if tensor.numel() else _nothing,
+        )
 
     def _places(self) -> list[tuple[int, int, int]]:
         return [(rank, i, position) for i, host in enumerate(self.hosts) for position, rank in enumerate(host)]
 
     def _barrier(self) -> Work:
-        return self._start(self._up.barrier(), lambda: None if self._between is None else self._between.barrier(), self._down.barrier)
+        return self._start(self._up.barrier, lambda: None if self._between is None else self._between.barrier(), self._down.barrier)
 
     # ---- the stages -------------------------------------------------------------------------------------------------
 
-    def _start(self, up: Work | None, between: _Step, down: _Step, finish: Callable[[], object] = _nothing) -> HierarchicalWork:
-        work = HierarchicalWork(self, up, between, down, finish)
+    def _start(self, up: _Step, between: _Step, down: _Step, finish: Callable[[], object] = _nothing) -> HierarchicalWork:
+        while len(self._pending) >= _CALLS_IN_FLIGHT:
+            self.run_until(self._pending[0], None)
+        with self._telling_the_host():
+            work = HierarchicalWork(self, up(), between, down, finish)
         self._pending.append(work)
         self.progress()
         return work
@@ -230,6 +249,12 @@ class HierarchicalCommunicator(Communicator):
         if self._between is not None:
             self._between.close()
             self._between = None
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: becomes closed, without ending the leaders' group."""
+        self._closed = True
+        abandon(self._between)
+        self._pending.clear()
 
 
 def create_hierarchical(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,16 +41,15 @@ class Segments:
     arena: _native.SharedMemoryArena
     segments: list[_native.SharedMemorySegment | None]
     watched: list[list[int]]
-    _connections: list[socket.socket] = field(default_factory=list)
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self._finalizer = weakref.finalize(self, self._open.close)
 
     def close(self) -> None:
-        """Closes the connections, which tells the others that this rank has gone. The memory goes when the last tensor over it does."""
-        for connection in self._connections:
-            connection.close()
-        for process in (files[1] for files in self.watched if len(files) > 1):
-            os.close(process)
-        self._connections.clear()
-        self.watched.clear()
+        """Closes what is watched, which tells the others that this rank has gone. The memory goes when the last tensor over it does.
+        Idempotent."""
+        self._finalizer()
 
 
 def attach(bootstrap: Communicator, neighbours: Neighbours, settings: SharedMemorySettings, capacity_bytes: int | None = None) -> Segments:
@@ -86,10 +87,11 @@ def _attach(rank: int, neighbours: Neighbours, capacity_bytes: int) -> Segments:
     arena = _native.SharedMemoryArena(capacity_bytes)
     for connection in neighbours.connections.values():
         socket.send_fds(connection, [_CAPACITY.pack(arena.capacity_bytes)], [arena.file])
-    result = Segments(ranks, ranks.index(rank), arena, [], [], list(neighbours.connections.values()))
+    result = Segments(ranks, ranks.index(rank), arena, [], [])
+    result._open.callback(neighbours.close)
     for other in ranks:
         result.segments.append(None if other == rank else _receive(neighbours.connections[other]))
-        result.watched.append([] if other == rank else _watch(neighbours.connections[other]))
+        result.watched.append([] if other == rank else _watch(neighbours.connections[other], result._open))
     return result
 
 
@@ -105,16 +107,18 @@ def _receive(connection: socket.socket) -> _native.SharedMemorySegment:
             os.close(file)
 
 
-def _watch(connection: socket.socket) -> list[int]:
+def _watch(connection: socket.socket, resources: contextlib.ExitStack) -> list[int]:
     """The connection hangs up when the other process ends, unless a child of it has inherited its end; a pidfd tells even then, but can be
     had only where the other process is visible from here. It is proof against the number's being used again: the process was there when
     it was opened, as the exchange that follows shows."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     process = _PEER_CREDENTIALS.unpack(credentials)[0]
     try:
-        return [connection.fileno(), os.pidfd_open(process)]
+        file = os.pidfd_open(process)
     except OSError:
         return [connection.fileno()]
+    resources.callback(os.close, file)
+    return [connection.fileno(), file]
 
 
 def _default_capacity_bytes(world_size: int) -> int:

@@ -26,8 +26,6 @@ communicator comes next (`progress()` is one that does nothing else), at last in
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections import deque
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -37,6 +35,7 @@ from torch import Tensor
 
 from ddpcomm import _native
 from ddpcomm.comm.base import Communicator, ReduceOp, Work
+from ddpcomm.comm.forked import leave_to_parent_after_fork
 from ddpcomm.comm.neighbours import find_neighbours
 from ddpcomm.comm.segments import Segments, allocate, attach
 from ddpcomm.comm.shared_memory_settings import SharedMemorySettings
@@ -79,9 +78,6 @@ _MOVABLE = _REDUCIBLE | {
     **{dtype: (32 + i, 8 * dtype.itemsize) for i, dtype in enumerate(sorted(set(_OTHER_DTYPES), key=str))},
 }
 _FAILURE = _native.SharedMemoryFailure
-
-# What a forked child must let go of. A child has the parent's memory and sockets, but not its place among the ranks.
-_OPEN: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
 
 
 class SharedMemoryWork:
@@ -142,7 +138,7 @@ class SharedMemoryCommunicator(Communicator):
             settings.spin_for(self.world_size).total_seconds(),
             settings.instruction_set,
         )
-        _OPEN.add(self)
+        leave_to_parent_after_fork(self)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -187,23 +183,30 @@ class SharedMemoryCommunicator(Communicator):
         self, kind: int, op: int, dtype: tuple[int, int], source: int, numel: int, source_address: int, target_address: int,
         tensors: tuple[Tensor, ...],
     ) -> SharedMemoryWork:  # fmt: skip
-        channel, in_flight = self._channel, self._in_flight
+        channel = self._channel
+        self._release()
         while not (number := channel.start(kind, op, *dtype, source, numel, 0, source_address, target_address)):
             if channel.failed or not channel.wait_for_room(self._seconds):
                 self._raise_failure()
-        while in_flight and channel.is_finished(in_flight[0][0]):
-            in_flight.popleft()
-        in_flight.append((number, tensors))  # the others may read and write them, even if nobody keeps the work
+        self._in_flight.append((number, tensors))  # the others may read and write them, even if nobody keeps the work
         return SharedMemoryWork(self, number, tensors)
 
     def _wait(self, number: int, timeout: timedelta | None) -> None:
         self._check_process()
         if not self._channel.wait(number, self._seconds if timeout is None else timeout.total_seconds()):
             self._raise_failure()
+        self._release()
+
+    def _release(self) -> None:
+        """Lets go of the tensors of finished calls."""
+        in_flight, is_finished = self._in_flight, self._channel.is_finished
+        while in_flight and is_finished(in_flight[0][0]):
+            in_flight.popleft()
 
     def _is_finished(self, number: int) -> bool:
         self._check_process()
         self._channel.progress()
+        self._release()
         return self._channel.is_finished(number)
 
     def give_up(self, error: CommunicationError) -> None:
@@ -249,7 +252,7 @@ class SharedMemoryCommunicator(Communicator):
         if self._forked:
             raise ClosedError("this shared_memory communicator belongs to the parent process; a forked child can't use it")
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         """In a forked child: lets go of the sockets, which would hide the parent's death from its peers."""
         self._forked = True
         self._closed = True
@@ -290,11 +293,3 @@ def _reducible(tensor: Tensor, op: ReduceOp) -> tuple[tuple[int, int], int]:
             raise ConfigurationError("the tensor is conjugated lazily; call .resolve_conj() on it")
         return dtype, 2 * tensor.numel()
     return dtype, tensor.numel()
-
-
-def _leave_all_to_parent() -> None:
-    for communicator in list(_OPEN):
-        communicator._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -19,6 +19,13 @@ struct ChannelSettings {
     std::chrono::nanoseconds spin;  // how long a wait looks for news before it sleeps
 };
 
+// How long a wait may take. `until` only interrupts it; passing the deadline, `total` after the wait began, fails the channel.
+struct TimeLimit {
+    Clock::time_point deadline;
+    Clock::time_point until;
+    Clock::duration total;
+};
+
 // Thread-safe. No thread of its own: calls make progress in every function below, whichever call it was asked about. After a failure
 // nothing more is done and everything reports that failure.
 class Channel {
@@ -32,10 +39,10 @@ class Channel {
     std::uint64_t start(const CallArguments& arguments);
 
     enum class Outcome { kDone, kFailed, kInterrupted };
-    // Until the call is finished. `until` only interrupts the wait, `deadline` fails the channel.
-    Outcome wait(std::uint64_t number, Clock::time_point deadline, Clock::time_point until);
+    // Until the call is finished.
+    Outcome wait(std::uint64_t number, const TimeLimit& limit);
     // Until another call can be started.
-    Outcome wait_for_room(Clock::time_point deadline, Clock::time_point until);
+    Outcome wait_for_room(const TimeLimit& limit);
 
     // Does what can be done now. Costs a few nanoseconds where no call is under way.
     void progress();
@@ -53,7 +60,7 @@ class Channel {
 
   private:
     template <class Done>
-    Outcome wait_until(Done done, Clock::time_point deadline, Clock::time_point until);
+    Outcome wait_until(Done done, const TimeLimit& limit);
     bool has_room() const { return last_ - retired_ < kCallsInFlight; }
     Call& call(std::uint64_t number) { return calls_[number % kCallsInFlight]; }
 
@@ -64,7 +71,7 @@ class Channel {
     std::vector<std::uint64_t>& spare_buffers(std::size_t bytes) { return bytes <= settings_.call.small_bytes ? spare_small_ : spare_; }
 
     void fail(FailureKind kind, std::uint64_t ranks, const std::string& message);
-    void fail_after_timeout(Clock::duration limit);
+    void fail_after_timeout(const TimeLimit& limit);
     void look_for_failures();
     void look_for_the_dead();
     std::uint64_t awaited();

@@ -12,8 +12,8 @@
 namespace ddpcomm {
 
 inline constexpr std::size_t kCacheLine = 64;
-inline constexpr std::size_t kCallsInFlight = 64;  // more calls than this wait for the oldest to end
-inline constexpr std::size_t kStagingBuffers = 2;  // per call: one is filled while the other is read
+inline constexpr std::size_t kCallsInFlight = 256;  // more calls than this wait for the oldest to end
+inline constexpr std::size_t kStagingBuffers = 2;   // per call: one is filled while the other is read
 inline constexpr std::size_t kChannels = 2;
 
 enum class CollectiveKind : std::uint8_t { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kBarrier };
