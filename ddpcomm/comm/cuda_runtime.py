@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ddpcomm.errors import CommunicationError, TransportUnavailableError
+from ddpcomm.errors import CommunicationError, ConfigurationError, TransportUnavailableError
 
 Event: TypeAlias = Any
 """A point in a stream: only the runtime looks inside."""
@@ -76,7 +76,7 @@ def for_device(device: torch.device) -> tuple[torch.device, CudaRuntime]:
         TransportUnavailableError: torch sees no GPU, or cuda-bindings is missing.
     """
     if device.type != "cuda":
-        raise TransportUnavailableError(f"transport nccl needs a CUDA device, got {device}")
+        raise ConfigurationError(f"transport nccl needs a CUDA device, got {device}")
     if not torch.cuda.is_available():
         raise TransportUnavailableError('transport nccl needs a GPU, and torch sees none; use transport="auto"')
     _cudart()
@@ -90,28 +90,6 @@ def order_after(runtime: CudaRuntime, stream: Stream, producers: Iterable[Stream
         if producer.cuda_stream != stream.cuda_stream:
             runtime.record(event, producer)
             runtime.wait(stream, event)
-
-
-class ProducingStreams:
-    """The streams on which what is reduced next was written.
-
-    Autograd runs each operation's backward on the stream of its forward, so that the gradients of one bucket may come from several.
-    """
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._event = runtime.create_event()
-        self._streams: dict[int, Stream] = {}
-
-    def note(self) -> None:
-        """The current stream is one of them."""
-        stream = self._runtime.current_stream()
-        self._streams[stream.cuda_stream] = stream
-
-    def join(self) -> None:
-        """What is put on the current stream from now on runs after what is on all of them now. They are forgotten then."""
-        order_after(self._runtime, self._runtime.current_stream(), self._streams.values(), self._event)
-        self._streams.clear()
 
 
 class TorchCudaRuntime:

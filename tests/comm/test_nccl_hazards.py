@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from ddpcomm.comm.cuda_runtime import ProducingStreams
+from ddpcomm.comm.cuda_runtime import order_after
 from ddpcomm.comm.nccl_lane import Lane
 from ddpcomm.comm.nccl_work import NcclWork
 from ddpcomm.errors import CommunicationError
 from tests.comm.hazards import Entry, Range, find_hazards, without_each_order
 from tests.comm.kernels_on_streams import kernels_written_down
-from tests.comm.recorder import AgreeableRendezvous, Recorder, RecordingRuntime, recorded_communicator
+from tests.comm.recorder import AgreeableRendezvous, Recorder, recorded_communicator
 
 FLOATS = 16  # 64 bytes
 
@@ -126,14 +125,11 @@ def oversized_in_place(recorder: Recorder) -> None:
 def gradients_of_two_streams(recorder: Recorder) -> None:
     """One gradient of the bucket is computed on another stream than the one that flattens."""
     training = Training(recorder, (FLOATS, FLOATS))
-    producing = ProducingStreams(recorder.runtime)
-    side = recorder.runtime.make_stream("side")
-    with recorder.runtime.on(side):
+    runtime, side = recorder.runtime, recorder.runtime.make_stream("side")
+    with runtime.on(side):
         training.backward(0, training.gradients[0])
-        producing.note()
     training.backward(1, training.gradients[1])
-    producing.note()
-    producing.join()
+    order_after(runtime, runtime.main, [side, runtime.main, side], runtime.create_event())
     recorder.kernel("flatten", reads=training.gradients, writes=[training.buffers[0]])
     training.communicator.all_reduce(training.buffers[0]).wait()
     recorder.kernel("unflatten", reads=[training.buffers[0]], writes=training.gradients)
@@ -302,14 +298,10 @@ def test_order_with_an_oversized_parameter() -> None:
     assert collectives == ["comm0: all_reduce 64 B, op 0", "comm0: all_reduce 64000 B, op 0", "comm0: all_reduce 64 B, op 0"]
 
 
-def test_producing_streams_are_waited_for_once() -> None:
+def test_each_other_stream_is_waited_for_once() -> None:
     recorder = Recorder()
-    producing = ProducingStreams(recorder.runtime)
-    with recorder.runtime.on(recorder.runtime.make_stream("side")):
-        producing.note()
-    producing.note()
-    producing.join()
-    producing.join()
+    runtime, side = recorder.runtime, recorder.runtime.make_stream("side")
+    order_after(runtime, runtime.main, [side, runtime.main, side], runtime.create_event())
     assert recorder.lines() == ["side: record", "main: wait for side"]
 
 
@@ -342,87 +334,3 @@ def test_a_lane_that_does_not_wait_is_noticed(broken: str, monkeypatch: pytest.M
     else:
         monkeypatch.setattr(NcclWork, "wait", lambda self, timeout=None: None)
     assert find_hazards(traced(plain)) != []
-
-
-# ---- how long memory is kept ----------------------------------------------------------------------------------------
-
-
-def reduce_and_drop(recorder: Recorder, wait_on: str) -> None:
-    """Reduces a tensor of torch's and lets go of it, having waited on the current stream, on another, or not at all."""
-    communicator = recorded_communicator(recorder)
-    tensor = recorder.tensor(FLOATS)
-    recorder.kernel("backward", writes=[tensor])
-    work = communicator.all_reduce(tensor)
-    if wait_on == "main":
-        work.wait()
-    elif wait_on == "side":
-        with recorder.runtime.on(recorder.runtime.make_stream("side")):
-            work.wait()
-    del tensor, work
-    gc.collect()
-    recorder.communicator = communicator  # type: ignore[attr-defined]  # its watchdog goes on looking after the collective
-
-
-def frees(recorder: Recorder) -> list[str]:
-    return [line for line in recorder.lines() if "freed" in line]
-
-
-def test_memory_is_kept_until_the_stream_that_freed_it_waits() -> None:
-    recorder = Recorder()
-    reduce_and_drop(recorder, "main")
-    assert frees(recorder) == ["main: use freed memory"]
-    assert find_hazards(recorder.trace) == []
-
-
-@pytest.mark.parametrize("wait_on", ["side", "nobody"])
-def test_memory_is_kept_until_the_device_is_known_to_be_done(wait_on: str) -> None:
-    """The memory would go back to "main", which has not waited."""
-    recorder = Recorder()
-    reduce_and_drop(recorder, wait_on)
-    assert frees(recorder) == []
-    recorder.runtime.idle = True
-    deadline = time.monotonic() + 30
-    while not frees(recorder) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert frees(recorder) == ["main: use freed memory"]
-    assert find_hazards(recorder.trace) == []
-
-
-@pytest.mark.parametrize("wait_on", ["side", "nobody"])
-def test_memory_let_go_too_early_is_noticed(wait_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def letting_go(self: NcclWork, *arguments: object, **more: object) -> None:
-        made(self, *arguments, **more)  # type: ignore[arg-type]
-        self._tensors = ()
-
-    made = NcclWork.__init__
-    monkeypatch.setattr(NcclWork, "__init__", letting_go)
-    recorder = Recorder()
-    reduce_and_drop(recorder, wait_on)
-    assert find_hazards(recorder.trace) != []
-
-
-def drop_bucket_memory(recorder: Recorder) -> None:
-    """A bucket is laid out anew while its last all-reduce is under way."""
-    communicator = recorded_communicator(recorder)
-    buffer = communicator.empty(FLOATS, torch.float32)
-    recorder.kernel("flatten", writes=[buffer])
-    communicator.all_reduce(buffer).wait()
-    del buffer
-    gc.collect()
-    assert "free" not in recorder.library.calls
-    communicator.empty(2 * FLOATS, torch.float32)
-
-
-def test_bucket_memory_is_freed_by_the_next_allocation_once_the_device_is_idle() -> None:
-    recorder = Recorder()
-    drop_bucket_memory(recorder)
-    assert [line for line in recorder.lines() if line.startswith("host")] == ["host: synchronize", "host: free"]
-    assert recorder.library.calls.index("deregister_window") < recorder.library.calls.index("free")
-    assert find_hazards(recorder.trace) == []
-
-
-def test_bucket_memory_freed_without_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordingRuntime, "synchronize", lambda self: None)
-    recorder = Recorder()
-    drop_bucket_memory(recorder)
-    assert find_hazards(recorder.trace) != []
