@@ -29,7 +29,7 @@ from tests.rank_process import RankContext, Task
 __all__ = ["RankContext", "RankFailure", "RankPool"]
 
 START_SECONDS = 180.0  # importing torch takes long on a busy machine
-GRACE_SECONDS = 5.0  # after one rank has failed, the others may still report what they saw
+GRACE_SECONDS = 10.0  # after one rank has failed, the others may still report what they saw
 EXIT_SECONDS = 5.0
 POLL_SECONDS = 0.1  # a rank's death is also looked for this often: its children may keep its pipes open
 
