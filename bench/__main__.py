@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("step_time",)
+SCRIPTS = ("step_time", "kernels")
 LIMIT_SECONDS = 600
 
 

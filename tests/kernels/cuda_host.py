@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ddpcomm.kernels.cuda_launch import Argument, source
 from torch import Tensor
+
+from ddpcomm.kernels.cuda_launch import Argument, source
 
 HERE = Path(__file__).parent
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ddpcomm.kernels import plain, reference
 from torch import Tensor
 
+from ddpcomm.kernels import plain, reference
 from tests.kernels.cases import FLOATS, FLOATS_8, assert_same_bits, values
 
 FlattenFactory = Callable[..., Any]
@@ -19,16 +19,23 @@ DTYPES = (*FLOATS, *FLOATS_8)
 def _mixed(source: torch.dtype, device: str) -> tuple[list[Tensor | None], list[int], int]:
     """Whole tiles, rests, nothing, absent, misaligned, and of another dtype; with gaps before, between and after."""
     tensors: list[Tensor | None] = [
-        values(5, source),
+        _placed(values(5, source), device),
         None,
-        values(8192, source),
-        values(9000, source, misaligned=1),
-        values(0, source),
-        values(17, torch.float32, misaligned=3),
+        _placed(values(8192, source), device),
+        _placed(values(9000, source), device, misaligned=1),
+        _placed(values(0, source), device),
+        _placed(values(17, torch.float32), device, misaligned=3),
         None,
-        values(4100, source),
+        _placed(values(4100, source), device),
     ]
-    return [None if t is None else t.to(device) for t in tensors], [16, 32, 64, 8256, 17_300, 17_301, 17_400, 17_408], 21_600
+    return tensors, [16, 32, 64, 8256, 17_300, 17_301, 17_400, 17_408], 21_600
+
+
+def _placed(tensor: Tensor, device: str, misaligned: int = 0) -> Tensor:
+    """The tensor on the device, `misaligned` elements after an aligned address."""
+    memory = torch.zeros(tensor.numel() + misaligned, dtype=tensor.dtype, device=device)
+    memory[misaligned:] = tensor.to(device)
+    return memory[misaligned:]
 
 
 def _numels(tensors: list[Tensor | None]) -> list[int]:

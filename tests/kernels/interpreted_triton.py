@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 import torch
-from ddpcomm.kernels import triton_plans
 
+from ddpcomm.kernels import triton_plans
 from tests.kernels import device_cases
 from tests.kernels.cases import FLOATS
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddpcomm.kernels import cuda_launch, cuda_plans
 
+from ddpcomm.kernels import cuda_launch, cuda_plans
 from tests.kernels import device_cases
 from tests.kernels.cases import FLOATS
 from tests.kernels.cuda_host import HostLauncher

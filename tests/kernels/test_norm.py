@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from ddpcomm.kernels import reference
 from torch import Tensor
 
 from ddpcomm import _native, native, ops
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.kernels import reference
 from tests.kernels.cases import assert_same_bits
 
 ISAS = _native.instruction_sets()

@@ -15,11 +15,12 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install ddpcomm[triton]")
 
 import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
 from ddpcomm.kernels import flatten, norm, quantise, unflatten  # noqa: E402
 from ddpcomm.kernels.numbers import element_of, format_of  # noqa: E402
 from ddpcomm.kernels.tiles import COLUMNS, TILE  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 TARGETS = (80, 90, 100)
 REGISTERS = 64

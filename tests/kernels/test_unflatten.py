@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from ddpcomm.kernels import reference
 from torch import Tensor
 
 from ddpcomm import _native, native, ops
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.kernels import reference
 from tests.kernels.cases import FLOATS, SCALES, SIZES, assert_same_bits, values
 
 ISAS = _native.instruction_sets()
