@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class Bucket:
         self._table = GradientTable(reader, self.parameters, self.views)
         self._gradients: list[Tensor | None] = []
         self._odd: frozenset[int] = frozenset()
+        self.statistics: Tensor | None = None
+        """Of the gradients as last unpacked, if that was asked for and all came from this bucket: see `ops.norm`."""
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -131,18 +134,24 @@ class Bucket:
         """The reduced flags of the parameters in `layout.flagged`. On CUDA the host waits for them."""
         return [flag != 0 for flag in self.flags.tolist()]
 
-    def unpack(self, used: Sequence[bool], as_view: bool) -> None:
+    def unpack(self, used: Sequence[bool], as_view: bool, with_norm: bool = False) -> None:
         """Gives every used parameter its average, as a view of the bucket or in its own tensor; a missing one is made.
 
         Args:
             used: by slot, whether some rank used the parameter.
             as_view: `.grad` becomes the bucket's memory.
+            with_norm: `statistics` are taken.
         """
+        self.statistics = None
+        if with_norm and all(used) and not self._odd:
+            self.statistics = torch.empty(2, dtype=torch.float64, device=self.device)
         if as_view and self.native_format:
             self._table.assign_views(self._gradients, used)
+            if self.statistics is not None:
+                self._data_plan.norm(self.buffer, self.statistics)
             return
         if not self._odd and all(used):  # nothing is missing, and all is as it is laid out
-            self._plan.unflatten(self.buffer, [*self._gradients, None, None])
+            self._plan.unflatten(self.buffer, [*self._gradients, None, None], statistics=self.statistics)
             return
         targets: list[Tensor | None] = []
         rest: list[int] = []
@@ -158,6 +167,12 @@ class Bucket:
                 parameter.grad = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=parameter.device)
             with torch.no_grad():
                 parameter.grad.copy_(view)
+
+    @cached_property
+    def _data_plan(self) -> ops.FlattenPlan:
+        """Of the gradients alone, without flags and status."""
+        numels, offsets = [slot.numel for slot in self.slots], [slot.offset for slot in self.slots]
+        return ops.FlattenPlan(numels, offsets, self.layout.total_numel, self.dtype, self.device)
 
     def forget(self) -> None:
         """Lets go of the gradients that `gather` saw, so that they can be freed."""

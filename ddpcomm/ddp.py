@@ -20,6 +20,7 @@ from ddpcomm.comm.process_group import resolve
 from ddpcomm.comm.torch_ddp import ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
+from ddpcomm.gradient_norm import clip
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
 from ddpcomm.module_state import broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
@@ -282,6 +283,26 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
             broadcast_tensors(self._communicator, list(buffers.values()), source, f"buffers {', '.join(buffers)}")
         except RankMismatchError as error:
             self._reducer.fail_at_end(error)
+
+    # ---- the norm of the gradients ----------------------------------------------------------------------------------
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all parameters' gradients: one float64. Local; after a backward that synchronised it is the same on all ranks.
+
+        From the second call on it costs nothing beside the backward that averaged the gradients, as long as nothing has changed them
+        since: its sum of squares is taken as they are written. On CUDA the host doesn't wait.
+        """
+        return self._reducer.norms.statistics(self.module.parameters())[0].sqrt()
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales the gradients so that their 2-norm is at most `max_norm`. Returns the norm before, as `grad_norm` does.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return clip(gradients, self._reducer.norms.statistics(parameters), max_norm, error_if_nonfinite)
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 

@@ -87,6 +87,10 @@ class StepMismatchError(SynchronizationError):
     """The ranks synchronise different steps: one of them skipped a backward, or ran one more."""
 
 
+class NonFiniteGradientError(SynchronizationError):
+    """Gradients whose norm was asked for hold infinities or not-a-numbers."""
+
+
 class CommHookError(DDPCommError):
     """A communication hook broke its contract: what it returned is not a future of one tensor of the bucket's size."""
 

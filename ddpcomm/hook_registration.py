@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpcomm.comm.torch_ddp import BufferCommHookLocation, BuiltinCommHookType
 from ddpcomm.comm_hook import CommHook
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError
-from ddpcomm.hooks import WireFormat, fp16
+from ddpcomm.hooks import Quantized, WireFormat, fp16
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
 
@@ -27,19 +27,21 @@ class HookRegistration(nn.Module):
     _hook_name: str
     _buffer_hook: tuple[Any, Callable[..., Any], Any] | None
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any] | WireFormat) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any] | WireFormat | Quantized) -> None:
         """Puts `hook` in the place of the all-reduce of each bucket. Once, before the first backward, on all ranks alike.
 
         Args:
             state: handed to the hook at every call.
-            hook: `hook(state, bucket) -> torch.futures.Future`, by torch's contract; or a wire format of `ddpcomm.hooks`.
+            hook: `hook(state, bucket) -> torch.futures.Future`, by torch's contract; or one of `ddpcomm.hooks`.
 
         Raises:
             ConfigurationTypeError: it can't be called.
             ConfigurationError: its annotations say that it is no such hook; or there is one already.
         """
         try:
-            if not isinstance(hook, WireFormat):
+            if isinstance(hook, Quantized):
+                hook = hook.bind(lambda: self._reducer.communicator)
+            elif not isinstance(hook, WireFormat):
                 _check_hook(hook)
             self._set_hook(state, hook)
         except DDPCommError as error:

@@ -23,6 +23,7 @@ from ddpcomm.countdown import Countdown
 from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommunicationError, DDPCommError, LostGradientError
 from ddpcomm.foreign_hooks import ForeignHooks
+from ddpcomm.gradient_norm import GradientNorms
 from ddpcomm.mode import Mode
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.record import Record
@@ -78,6 +79,7 @@ class Reducer:
         self.record = Record(self.statistics, keep_counts=options.find_unused_parameters)
         self.after_average: list[Callable[[], None]] = []
         self.wait_for: list[Any] = []
+        self.norms = GradientNorms()
         self.warns_of_unused = not (options.find_unused_parameters or options.static_graph)
         self.late: set[int] = set()
         self.failure: DDPCommError | None = None
@@ -171,6 +173,7 @@ class Reducer:
 
     def hear_deferred(self) -> None:
         """Reads the status words of the last backward, if that was put off. Collective, if some rank had something to say."""
+        self.communicator.check()
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
             settle_deferred(self, deferred.read(self.communicator.timeout or _DEVICE_LIMIT))
@@ -216,6 +219,7 @@ class Reducer:
     def _open_synchronizing(self, mode: Mode) -> None:
         self._mode = mode
         self.backwards += 1
+        self.norms.forget()
         self.record.complete = False
         self.statistics.backward_starts()
         self._reduction = self.new_reduction()
@@ -308,6 +312,7 @@ class Reducer:
         for future in self.wait_for:
             future.wait()
         self.wait_for.clear()
+        self.norms.keep(reduction.arrangement)
         self.statistics.buckets_reduced = reduction.launched
         self.statistics.ready_order = self.ready_order()
         self.statistics.communication_ends()

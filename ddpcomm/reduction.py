@@ -87,8 +87,9 @@ class Reduction:
         self.next += 1
         if used is not None and self._as_view and not void:
             self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
+        if producers:  # before gradients are copied into memory order, too
+            wait_for_producers(producers, [p.grad for p in bucket.parameters], bucket.device)
         sources, misfits, absent = ([None] * len(bucket.slots), [], []) if void else bucket.gather()
-        wait_for_producers(producers, sources, bucket.device)
         self.misfits += misfits
         self.absent.update(absent)
         flags = None if used is None and not self.misfits and not self.absent else self._flags(bucket, used)
@@ -218,8 +219,12 @@ class Reduction:
             result[parameter] = flag
         return result
 
-    def write_back(self, used_somewhere: Sequence[bool]) -> None:
+    def write_back(self, used_somewhere: Sequence[bool], with_norms: bool = False) -> None:
         """Gives every parameter that some rank used its average, and leaves the others as they were.
+
+        Args:
+            used_somewhere: by parameter.
+            with_norms: buckets keep the norm of what they write.
 
         Raises:
             LostGradientError: a gradient was taken away or exchanged while its bucket was under way.
@@ -231,8 +236,9 @@ class Reduction:
             for position, value in self._kept.get(index, ()):
                 if not used[position]:
                     bucket.views[position].copy_(value)
+            bucket.statistics = None
             if any(used):
-                bucket.unpack(used, self._as_view)
+                bucket.unpack(used, self._as_view, with_norms)
             bucket.forget()
 
     def _explain(self, error: CommunicationError, index: int) -> CommunicationError:

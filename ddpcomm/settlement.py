@@ -148,7 +148,8 @@ def _put_in_place(reducer: Reducer, reduction: Reduction, used: list[bool], newc
         return
     somewhere = reduction.used_somewhere(used)
     names = reducer.parameters.names
-    reduction.write_back([flag and name not in newcomers for flag, name in zip(somewhere, names, strict=True)] if newcomers else somewhere)
+    places = [flag and name not in newcomers for flag, name in zip(somewhere, names, strict=True)] if newcomers else somewhere
+    reduction.write_back(places, with_norms=reducer.norms.wanted)
     idle = reducer.record.averaged(reduction, reducer.parameters, used, somewhere)
     if idle and reducer.warns_of_unused:
         reducer.warns_of_unused = False

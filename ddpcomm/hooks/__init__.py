@@ -1,7 +1,8 @@
 """ddpcomm's own communication hooks.
 
 `ddp.register_comm_hook(None, ddpcomm.hooks.bf16)` and `fp16` reduce gradients in a 16-bit format: the cast is part of flatten and
-unflatten, so that nothing but the bytes on the wire changes. Torch's own hooks work as they are.
+unflatten, so that nothing but the bytes on the wire changes. `quantized` sends 8-bit codes, with error feedback. Torch's own hooks work
+as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["WireFormat", "bf16", "fp16"]
+from ddpcomm.hooks.quantized import Quantized
+
+__all__ = ["Quantized", "WireFormat", "bf16", "fp16", "quantized"]
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,4 @@ class WireFormat:
 
 bf16 = WireFormat(torch.bfloat16)
 fp16 = WireFormat(torch.float16)
+quantized = Quantized()
