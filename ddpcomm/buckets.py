@@ -19,11 +19,10 @@ from ddpcomm.parameters import ManagedParameter
 
 @dataclass(frozen=True)
 class Misfit:
-    """A gradient that can't go into its slot: of another dtype or device than the slot, or sparse."""
+    """A gradient that can't go into its slot: sparse, or of another dtype, device or shape than the parameter was laid out with."""
 
     parameter: int
     sparse: bool
-    found: str
 
 
 class Bucket:
@@ -93,16 +92,13 @@ class Bucket:
         misfits: list[Misfit] = []
         absent: list[int] = []
         for position in odd:
-            gradient, parameter, view = gradients[position], self.parameters[position], self.views[position]
+            gradient, view = gradients[position], self.views[position]
             if gradient is None:
                 absent.append(self.slots[position].parameter)
-                continue
-            strided = gradient.layout is torch.strided
-            if strided and gradient.dtype is parameter.dtype and gradient.device == self.device:
+            elif _fits(gradient, self.members[position], view):
                 sources[position] = _in_memory_order(gradient, view)
             else:
-                found = f"{gradient.dtype} {gradient.layout} on {gradient.device}"
-                misfits.append(Misfit(self.slots[position].parameter, not strided, found))
+                misfits.append(Misfit(self.slots[position].parameter, sparse=gradient.layout is not torch.strided))
                 sources[position] = None
         return sources, misfits, absent
 
@@ -192,6 +188,15 @@ def _view(raw: Tensor, parameter: Tensor) -> Tensor:
     data = torch.view_as_complex(raw.view(-1, 2)) if parameter.is_complex() else raw
     strides = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
     return data.as_strided(parameter.shape, strides, data.storage_offset())
+
+
+def _fits(gradient: Tensor, member: ManagedParameter, view: Tensor) -> bool:
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype is member.dtype
+        and gradient.device == view.device
+        and gradient.shape == view.shape
+    )
 
 
 def _in_memory_order(gradient: Tensor, view: Tensor) -> Tensor:

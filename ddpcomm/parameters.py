@@ -33,9 +33,14 @@ class ManagedParameter:
         return self.identity == (id(p), p.dtype, p.device, p.shape, p.stride()) and p.requires_grad
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it was laid out with."""
+        return self.identity[1]
+
+    @property
     def bucket_dtype(self) -> torch.dtype:
         """The real dtype that its gradient is reduced in: a complex one is reduced as pairs of real elements."""
-        return _REAL.get(self.parameter.dtype, self.parameter.dtype)
+        return _REAL.get(self.dtype, self.dtype)
 
     def size(self, dtype: torch.dtype | None = None) -> ParameterSize:
         """What the layout needs to know. `dtype`: of the bucket, where it isn't the gradient's own."""
@@ -77,7 +82,6 @@ class ParameterSet:
 
     def _look(self) -> list[int]:
         return [id(value) for container in self._containers for value in container.values()]
-
 
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.

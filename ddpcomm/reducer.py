@@ -280,7 +280,7 @@ class Reducer:
         except DDPCommError as error:
             self.broken = error if isinstance(error, CommunicationError) else self.broken
             self.statistics.error = f"{type(error).__name__}: {error}"
-            self.record.gradients_are_own(self.parameters, fires, f"not averaged: {error}")
+            self.record.gradients_are_own(self.parameters, self._spoilt(fires), f"not averaged: {error}")
             self._foreign.drop_waiting()
             self._rest()
             raise
@@ -329,7 +329,6 @@ class Reducer:
     def launch_rest(self, reduction: Reduction, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool = False) -> None:
         """Sends every bucket that hasn't gone out yet."""
         reduction.launch_rest(used, notices, void=void, skip_unused=self.options.skip_unused_buckets)
-        reduction.average_sparse(self.parameters.parameters, used)
 
     def _notices(self, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
         """What this rank has to say at the end of a backward."""
@@ -365,11 +364,17 @@ class Reducer:
 
     # ---- a backward is interrupted ----------------------------------------------------------------------------------
 
+    def _spoilt(self, fires: Sequence[int]) -> Sequence[int]:
+        """By parameter, whether a failed backward has left its gradient wrong: one that arrived, or that lies in a bucket."""
+        if not self.options.gradient_as_bucket_view or self._mode is Mode.LOCAL:
+            return fires
+        return [p.grad is not None for p in self.parameters.parameters]
+
     def _on_interrupt(self) -> None:
         """Backward raised on this rank. The others wait for its buckets: they go out void, and the last one says so. Never blocks."""
         mode, reduction = self._mode, self._reduction
         self._foreign.drop_waiting()
-        self.record.gradients_are_own(self.parameters, self.countdown.fires(), "backward raised an exception")
+        self.record.gradients_are_own(self.parameters, self._spoilt(self.countdown.fires()), "backward raised an exception")
         self._rest()
         if mode is Mode.LOCAL or reduction is None or self.broken is not None:
             return
@@ -391,7 +396,6 @@ class Reducer:
             return
         try:
             reduction.finish_hooks()
-            reduction.average_sparse(self.parameters.parameters, [False] * len(self.parameters.managed))
             reduction.wait()
         except CommunicationError as error:
             self.broken = error

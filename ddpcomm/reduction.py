@@ -174,10 +174,10 @@ class Reduction:
                 self.failure = CommHookError(f"the communication hook {self._hook.name} failed for bucket {index}: {error}")
         self._futures.clear()
 
-    def average_sparse(self, parameters: Sequence[Tensor], used: Sequence[bool]) -> None:
+    def average_sparse(self, parameters: Sequence[Tensor], used: Sequence[bool], *, void: bool = False) -> None:
         """Averages the sparse gradients. Collective, blocking."""
         for index in self.arrangement.sparse:
-            self._used_sparse[index] = average(self._communicator, parameters[index], used[index], self._divisor)
+            self._used_sparse[index] = average(self._communicator, parameters[index], used[index], self._divisor, void=void)
 
     # ---- back -------------------------------------------------------------------------------------------------------
 

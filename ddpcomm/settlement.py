@@ -50,11 +50,8 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
         _raise_for(reduction.wait(), reducer.communicator.rank)
     _refuse_lopsided(reducer, agreement)
     _put_in_place(reducer, reduction, used, agreement.newcomers, void=void)
-    if Notice.CHANGED in status:
-        present = ParameterSet(reducer.module, reducer.ignored, agreement.sparse)
-        _average_newcomers(reducer, present, agreement.newcomers, void=void)
-    else:
-        present = reducer.parameters
+    present = ParameterSet(reducer.module, reducer.ignored, agreement.sparse)
+    _average_newcomers(reducer, present, agreement.newcomers, void=void)
     reducer.learned = reducer.learned or Notice.LEARNED in status
     reducer.adopt(present, agreement.ready_order, agreement.fires)
 
@@ -122,6 +119,7 @@ def _refuse_late(reducer: Reducer, agreement: Agreement) -> None:
     """
     if not reducer.options.gradient_as_bucket_view and reducer.hook is None and not reducer.defers_status:
         return
+    _go_on_with(reducer, agreement)
     late = "; ".join(f"{name} (on rank {', '.join(map(str, ranks))})" for name, ranks in agreement.late.items())
     raise LateGradientError(
         f"these parameters received a gradient more often than in earlier backwards, after their bucket had gone out: {late}. "
@@ -137,13 +135,21 @@ def _refuse_lopsided(reducer: Reducer, agreement: Agreement) -> None:
         RankMismatchError: gradients are views, or some rank may have used them by now.
     """
     if not agreement.unanimous and (reducer.options.gradient_as_bucket_view or reducer.defers_status):
+        _go_on_with(reducer, agreement)
         raise RankMismatchError(
             f"{', '.join(sorted(agreement.newcomers))} was replaced, cast or unfrozen on some ranks only, and its gradient lies in a "
-            "bucket that has been reduced already; change the parameters on every rank, between two steps"
+            "bucket that has been reduced already. The gradients of this step are void: clear them (zero_grad), and go on. "
+            "Change parameters on every rank, between two steps"
         )
 
 
+def _go_on_with(reducer: Reducer, agreement: Agreement) -> None:
+    """Lays out what the ranks agree on, for the steps to come."""
+    reducer.adopt(ParameterSet(reducer.module, reducer.ignored, agreement.sparse), agreement.ready_order, agreement.fires)
+
+
 def _put_in_place(reducer: Reducer, reduction: Reduction, used: list[bool], newcomers: Collection[str], *, void: bool) -> None:
+    reduction.average_sparse(reducer.parameters.parameters, used, void=void)
     if void:
         return
     somewhere = reduction.used_somewhere(used)
@@ -170,7 +176,7 @@ def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collectio
     used = [p.grad is not None and not void for p in present.parameters]
     while reduction.next < len(arrangement.buckets):
         reduction.launch(used, void=void)
-    reduction.average_sparse(present.parameters, used)
+    reduction.average_sparse(present.parameters, used, void=void)
     _raise_for(reduction.wait(), reducer.communicator.rank)
     if not void:
         reduction.write_back(reduction.used_somewhere(used))

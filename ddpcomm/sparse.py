@@ -8,7 +8,7 @@ from torch import Tensor
 from ddpcomm.comm.base import Communicator
 
 
-def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: float) -> bool:
+def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: float, *, void: bool = False) -> bool:
     """Puts the average of `parameter.grad` over the ranks in its place. Collective, blocking.
 
     A rank sends its number of rows, then its indices and rows, padded to the most that any rank has: three all-gathers. Rows are summed
@@ -18,13 +18,14 @@ def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: 
         parameter: its gradient is sparse (COO, over its first dimensions), dense, or None for no rows.
         used: whether this rank used the parameter.
         divisor: what the sum is divided by.
+        void: this rank takes part for the others' sake: it sends no rows, and its own gradient stays as it is.
 
     Returns:
         Whether some rank used the parameter. If none did, its gradient is left as it was.
     """
-    gradient = parameter.grad
+    gradient = None if void else parameter.grad
     was_dense = gradient is not None and not gradient.is_sparse
-    sparse = _as_sparse(parameter)
+    sparse = _as_sparse(gradient, parameter)
     facts = torch.tensor([sparse._nnz(), sparse.sparse_dim(), used and gradient is not None], dtype=torch.int64, device=communicator.device)
     all_facts = facts.new_empty(communicator.world_size * facts.numel())
     communicator.all_gather(all_facts, facts).wait()
@@ -43,12 +44,12 @@ def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: 
         parameter.shape,
         check_invariants=False,
     ).coalesce()
-    parameter.grad = together.to_dense() if was_dense else together
+    if not void:
+        parameter.grad = together.to_dense() if was_dense else together
     return True
 
 
-def _as_sparse(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
+def _as_sparse(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     if gradient is None:
         return torch.sparse_coo_tensor(
             torch.empty(1, 0, dtype=torch.int64, device=parameter.device),

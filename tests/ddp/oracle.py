@@ -168,7 +168,7 @@ def differences(found: Tensor | None, expected: Tensor | None) -> Iterator[str]:
     if facts[0] != facts[1]:
         yield f"is {facts[0]}, expected {facts[1]}"
     elif not torch.equal(found.detach().to_dense(), expected.detach().to_dense()):
-        yield f"is {found.detach().tolist()}, expected {expected.detach().tolist()}"
+        yield f"is {found.detach().to_dense().tolist()}, expected {expected.detach().to_dense().tolist()}"
 
 
 @contextlib.contextmanager

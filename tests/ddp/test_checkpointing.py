@@ -119,7 +119,7 @@ def test_ranks_follow_different_plans(rank: RankContext, reentrant: bool) -> Non
 
 @on_two_ranks
 def test_late_gradient_in_a_view(rank: RankContext) -> None:
-    """The gradient has gone out in memory that the average was written into: an error on both ranks, and then on."""
+    """The gradient has gone out in memory that the average was written into: an error on both ranks, once, and then on."""
     for lateness in ((True, True), (True, False), (False, True)):
         trial = Trial(rank, lambda: Layers(True), gradient_as_bucket_view=True, bucket_cap_mb=1e-6)
         trial.step(with_plan("ABC"), small_numbers(1))
@@ -128,7 +128,8 @@ def test_late_gradient_in_a_view(rank: RankContext) -> None:
         with raises_everywhere(LateGradientError, "c.weight", "rank"):
             run(with_plan(plan), trial.ddp, small_numbers(3)[rank.rank])
         assert "c.weight" in trial.ddp.unsynchronized_parameters()
-        trial.step(with_plan("ABC"), small_numbers(4))
+        for turn, plan in enumerate(("ABCC", "ABC", "ABCC")):
+            trial.step(with_plan(plan), small_numbers(4 + turn))
 
 
 @REENTRANT
