@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("step_time", "kernels")
+SCRIPTS = ("step_time", "allreduce", "kernels")
 LIMIT_SECONDS = 600
 
 
