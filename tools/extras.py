@@ -1,4 +1,4 @@
-"""Prints the extras of this package that fit this machine: `dev`, and `cu12` or `cu13` where an NVIDIA driver is present.
+"""Prints the extras of this package that fit this machine: `dev`, and `cu12`, `cu13` or `without-gpu` by its NVIDIA driver.
 
 Runs under any Python 3, before anything is installed.
 """
@@ -15,7 +15,7 @@ FIRST_DRIVER_OF_CUDA_13 = 580  # NVIDIA, "CUDA Compatibility", table of minimum 
 
 def extras(driver: "int | None") -> str:
     if driver is None:
-        return "dev"
+        return "dev,without-gpu"
     return "dev,cu13" if driver >= FIRST_DRIVER_OF_CUDA_13 else "dev,cu12"
 
 

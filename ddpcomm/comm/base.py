@@ -151,6 +151,9 @@ class Communicator(ABC):
         """Moves on the collectives under way, where that takes this rank's own thread. Not collective, never blocks, and is cheap. Never
         needed for correctness: `Work.wait` does the same."""
 
+    def check(self) -> None:  # noqa: B027 - most transports tell at the wait
+        """Raises what went wrong since the last call, where `Work.wait` doesn't block the host and so can't tell. Never blocks."""
+
     # ---- its end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
