@@ -278,6 +278,9 @@ class Reducer:
         try:
             self._synchronize(reduction, fires)
         except DDPCommError as error:
+            if not reduction.all_sent and not isinstance(error, CommunicationError):
+                self._on_interrupt()  # the other ranks wait for the rest
+                raise
             self.broken = error if isinstance(error, CommunicationError) else self.broken
             self.statistics.error = f"{type(error).__name__}: {error}"
             self.record.gradients_are_own(self.parameters, self._spoilt(fires), f"not averaged: {error}")

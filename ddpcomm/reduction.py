@@ -147,6 +147,11 @@ class Reduction:
         self.finish_hooks()
         self.launch(flags, notices, void=void, tail_only=stays_home())
 
+    @property
+    def all_sent(self) -> bool:
+        """Whether every bucket has gone out."""
+        return self.next == len(self.arrangement.buckets)
+
     def has_launched(self, parameter: int) -> bool:
         """Whether the bucket of a parameter has gone out."""
         return self.arrangement.bucket_of[parameter] < self.next
