@@ -21,14 +21,14 @@ from ddpcomm.comm_hook import CommHook
 from ddpcomm.config import ReducerOptions
 from ddpcomm.countdown import Countdown
 from ddpcomm.deferred import DeferredStatus
-from ddpcomm.errors import CommunicationError, DDPCommError, LostGradientError
+from ddpcomm.errors import CommunicationError, DDPCommError
 from ddpcomm.foreign_hooks import ForeignHooks
 from ddpcomm.gradient_norm import GradientNorms
 from ddpcomm.mode import Mode
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.record import Record
 from ddpcomm.reduction import Reduction
-from ddpcomm.settlement import settle, settle_deferred
+from ddpcomm.settlement import collect_notices, settle, settle_deferred
 from ddpcomm.statistics import Statistics
 from ddpcomm.status import Notice
 from ddpcomm.streams import stream_reader
@@ -91,7 +91,7 @@ class Reducer:
         self._mode = Mode.IDLE
         self._requested = False
         self._interrupted = False
-        self._changed = False
+        self.changed = False
         self._ready_order: list[int] = []
         self._reduction: Reduction | None = None
         self.watch = BackwardWatch(self._begin, self._end, self._on_interrupt, self._likely_first)
@@ -213,8 +213,8 @@ class Reducer:
             return
         if self.broken is not None:
             raise type(self.broken)(f"an earlier failure left this model without synchronisation: {self.broken}")
-        self._changed = self.parameters.replaced_or_unfrozen()
-        self._open_synchronizing(Mode.OVERLAPPED if self.learned and not self._changed else Mode.DELAYED)
+        self.changed = self.parameters.replaced_or_unfrozen()
+        self._open_synchronizing(Mode.OVERLAPPED if self.learned and not self.changed else Mode.DELAYED)
 
     def _open_synchronizing(self, mode: Mode) -> None:
         self._mode = mode
@@ -308,7 +308,7 @@ class Reducer:
         used = [count > 0 for count in fires]
         if not all(used):
             used = [flag or self.record.is_own(p) for flag, p in zip(used, self.parameters.parameters, strict=True)]
-        self.launch_rest(reduction, used, lambda: self._notices(reduction, fires))
+        self.launch_rest(reduction, used, lambda: collect_notices(self, reduction, fires))
         if reduction.absent:
             used = [flag and index not in reduction.absent for index, flag in enumerate(used)]
         settle(self, reduction, used, fires, void=False)
@@ -332,34 +332,6 @@ class Reducer:
     def launch_rest(self, reduction: Reduction, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool = False) -> None:
         """Sends every bucket that hasn't gone out yet."""
         reduction.launch_rest(used, notices, void=void, skip_unused=self.options.skip_unused_buckets)
-
-    def _notices(self, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
-        """What this rank has to say at the end of a backward."""
-        self._look_for_lost(reduction)
-        found = set()
-        if self.failure is not None or reduction.failure is not None:
-            found.add(Notice.FAILED)
-        if self.late:
-            found.add(Notice.LATE)
-        idle = [index for index, count in enumerate(fires) if not count]
-        frozen = any(not self.parameters.managed[index].parameter.requires_grad for index in idle)
-        if self._changed or reduction.misfits or frozen:
-            found.add(Notice.CHANGED)
-        if not self.learned and self.communicator.rank == 0 and any(fires):
-            found.add(Notice.LEARNED)
-        return found
-
-    def _look_for_lost(self, reduction: Reduction) -> None:
-        unfit = {misfit.parameter for misfit in reduction.misfits}
-        lost = [i for i in reduction.lost() if i not in self.late and i not in unfit]
-        if lost:
-            names = ", ".join(self.parameters.managed[index].name for index in lost[:10])
-            self.fail_at_end(
-                LostGradientError(
-                    f"the gradient of {names} was taken away or exchanged during backward, before it was averaged. Use it after backward, "
-                    "or in a hook registered with register_post_accumulate_grad_hook, which runs once the average is there"
-                )
-            )
 
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""

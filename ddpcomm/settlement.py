@@ -8,13 +8,43 @@ from typing import TYPE_CHECKING
 
 from ddpcomm.agreement import Agreement, Report, agree, signatures
 from ddpcomm.arrangement import Arrangement
-from ddpcomm.errors import BackwardInterruptedError, CollectiveMismatchError, LateGradientError, RankMismatchError
+from ddpcomm.errors import BackwardInterruptedError, CollectiveMismatchError, LateGradientError, LostGradientError, RankMismatchError
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.reduction import Reduction
 from ddpcomm.status import Notice, Status
 
 if TYPE_CHECKING:
     from ddpcomm.reducer import Reducer
+
+
+def collect_notices(reducer: Reducer, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
+    """What this rank has to say at the end of a backward."""
+    _look_for_lost(reducer, reduction)
+    found = set()
+    if reducer.failure is not None or reduction.failure is not None:
+        found.add(Notice.FAILED)
+    if reducer.late:
+        found.add(Notice.LATE)
+    idle = [index for index, count in enumerate(fires) if not count]
+    frozen = any(not reducer.parameters.managed[index].parameter.requires_grad for index in idle)
+    if reducer.changed or reduction.misfits or frozen:
+        found.add(Notice.CHANGED)
+    if not reducer.learned and reducer.communicator.rank == 0 and any(fires):
+        found.add(Notice.LEARNED)
+    return found
+
+
+def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
+    unfit = {misfit.parameter for misfit in reduction.misfits}
+    lost = [i for i in reduction.lost() if i not in reducer.late and i not in unfit]
+    if lost:
+        names = ", ".join(reducer.parameters.managed[index].name for index in lost[:10])
+        reducer.fail_at_end(
+            LostGradientError(
+                f"the gradient of {names} was taken away or exchanged during backward, before it was averaged. Use it after backward, "
+                "or in a hook registered with register_post_accumulate_grad_hook, which runs once the average is there"
+            )
+        )
 
 
 def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequence[int], *, void: bool) -> None:
