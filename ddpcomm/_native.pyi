@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -70,6 +71,12 @@ class QuantisePlan:
     ) -> None: ...
 
 
+# ---- containers ----
+
+class ContainerWatch:
+    def __init__(self, containers: list[dict[str, Any]]) -> None: ...
+    def changed(self) -> bool: ...
+
 # ---- countdown ----
 
 class CountdownHook:
@@ -131,7 +138,6 @@ class SharedMemoryChannel:
         channel: int,
         piece_bytes: int,
         small_bytes: int,
-        stream_bytes: int,
         spin_seconds: float,
         isa: str,
     ) -> None: ...
@@ -157,6 +163,5 @@ def shared_memory_reduce(
     targets: Sequence[int],
     count: int,
     scale: float,
-    stream: bool,
     /,
 ) -> None: ...

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ddpcomm._native import ContainerWatch
 from ddpcomm.layout import ParameterSize
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -74,22 +75,16 @@ class ParameterSet:
                 self._frozen.append(parameter)
         self.names = [m.name for m in self.managed]
         self.parameters = [m.parameter for m in self.managed]
-        self._containers = [c for m in modules for c in (m._parameters, m._modules)]
+        self._containers = ContainerWatch([c for m in modules for c in (m._parameters, m._modules)])
         self._buffer_holders = [m._buffers for m in modules]
-        # The containers keep what is in them alive, and so do we: an id can't come back as another object's.
-        self._held = [value for container in self._containers for value in container.values()]
-        self._contents = self._look()
-
-    def _look(self) -> list[int]:
-        return [id(value) for container in self._containers for value in container.values()]
 
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.
 
-        Costs 40 ns a parameter and submodule. A parameter that was frozen or cast is noticed elsewhere: where its gradient is missing
+        Costs 5 ns a parameter and submodule, and 0.1 us a frozen parameter. A parameter that was frozen or cast is noticed elsewhere: where its gradient is missing
         or of another dtype.
         """
-        return self._look() != self._contents or any(p.requires_grad for p in self._frozen)
+        return self._containers.changed() or any(p.requires_grad for p in self._frozen)
 
     def has_buffers(self) -> bool:
         """Whether some module has an entry for a buffer. Costs 10 ns a module."""

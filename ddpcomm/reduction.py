@@ -157,8 +157,8 @@ class Reduction:
         return self.arrangement.bucket_of[parameter] < self.next
 
     def lost(self) -> list[int]:
-        """Parameters whose gradient is no longer the one that went out."""
-        return [index for bucket in self.arrangement.buckets for index in bucket.lost()]
+        """Parameters whose gradient is no longer the one that went out. The bucket in hand has only just been looked at."""
+        return [index for bucket in self.arrangement.buckets[: self.next - 1] for index in bucket.lost()]
 
     def skip(self) -> None:
         """Leaves out the next bucket, which must not be the last. All ranks must do so."""

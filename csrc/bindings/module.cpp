@@ -7,6 +7,7 @@ void bind_isa(py::module_& module);
 void bind_tensor(py::module_& module);
 void bind_flatten(py::module_& module);
 void bind_quantise(py::module_& module);
+void bind_containers(py::module_& module);
 void bind_countdown(py::module_& module);
 void bind_gradients(py::module_& module);
 void bind_shared_memory(py::module_& module);
@@ -17,6 +18,7 @@ PYBIND11_MODULE(_native, module) {
     bind_tensor(module);
     bind_flatten(module);
     bind_quantise(module);
+    bind_containers(module);
     bind_countdown(module);
     bind_gradients(module);
     bind_shared_memory(module);
