@@ -8,6 +8,7 @@ happen inside a nested graph task; then its end is carried outward, task by task
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from ddpcomm.errors import ConfigurationError
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -99,6 +102,7 @@ class BackwardWatch:
     # ---- where it ends ----------------------------------------------------------------------------------------------
 
     def _queue(self) -> None:
+        _refuse_compiled_autograd()
         callback = _EndCallback(self)
         self._alive = weakref.ref(callback, _notice_loss(weakref.ref(self)))
         _queue_callback(callback)
@@ -143,6 +147,20 @@ class _EndCallback:
 
     def __call__(self) -> None:
         self._watch._task_ended(self)
+
+
+def _refuse_compiled_autograd() -> None:
+    """Under compiled autograd the engine drops callbacks without a word: gradients would silently stay each rank's own.
+
+    Raises:
+        ConfigurationError: the backward under way is one.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
+        raise ConfigurationError(
+            "this backward runs under compiled autograd, which can't be synchronised: switch off torch._dynamo.config.compiled_autograd, and "
+            'let torch._dynamo.config.optimize_ddp be "ddp_optimizer" or False; torch.compile of the model is fine'
+        )
 
 
 def _notice_loss(watch: weakref.ref[BackwardWatch]) -> Callable[[weakref.ref[_EndCallback]], None]:
