@@ -37,7 +37,7 @@ struct Float8E5M2Code : Float8Code<Float8E5M2> {
 };
 
 template <class Code>
-void quantise(float* values, std::uint8_t* codes, float* scale) {
+void quantise(float* __restrict__ values, std::uint8_t* __restrict__ codes, float* scale) {
     std::uint32_t largest_bits = 0;  // magnitudes order like their bits; infinity and not-a-number come last
     for (std::size_t i = 0; i < kQuantisedBlock; ++i) {
         const std::uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
@@ -57,7 +57,7 @@ void quantise(float* values, std::uint8_t* codes, float* scale) {
 }
 
 template <class Code>
-void dequantise(const std::uint8_t* codes, float scale, float* values) {
+void dequantise(const std::uint8_t* __restrict__ codes, float scale, float* __restrict__ values) {
     for (std::size_t i = 0; i < kQuantisedBlock; ++i) values[i] = Code::decode(codes[i]) * scale;
 }
 
