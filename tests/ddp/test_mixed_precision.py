@@ -35,7 +35,9 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(6, 8)
         self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.last = nn.Linear(8, 8) if reentrant else self.block[2]
+        self.last = nn.Linear(8, 8)
+        if not reentrant:
+            self.last.weight = self.block[2].weight
         self.frozen = nn.Linear(8, 3).requires_grad_(False)
         self.scale = nn.Parameter(torch.rand(3) + 0.5)
         self.register_buffer("shift", torch.rand(3))
