@@ -61,6 +61,9 @@ class TorchReducer:
         """Takes the hooks off the parameters: gradients stay this rank's own."""
         self._reducer.unhook()
 
+    def _delay_all_reduce(self) -> None:
+        """Nothing is left over: every backward ends with the averages in place."""
+
     def _set_static_graph(self) -> None:
         """Nothing depends on it."""
 

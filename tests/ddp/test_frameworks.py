@@ -93,12 +93,17 @@ def train_accelerate(rank: RankContext) -> str:
         model = Model()
         loader = DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]  # a list will do
         wrapped, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
-        for batch in loader:
-            with accelerator.accumulate(wrapped):
-                optimizer.zero_grad()
+        for step, batch in enumerate(loader):
+            optimizer.zero_grad()
+            if step % 2:
                 accelerator.backward(wrapped(batch)["loss"])
-                accelerator.clip_grad_norm_(wrapped.parameters(), 1e6)
-                optimizer.step()
+            else:  # synchronised, though its forward was told not to be
+                with accelerator.no_sync(wrapped):
+                    loss = wrapped(batch)["loss"]
+                with accelerator.trigger_sync_in_backward(wrapped):
+                    accelerator.backward(loss)
+            accelerator.clip_grad_norm_(wrapped.parameters(), 1e6)
+            optimizer.step()
         check(accelerator.unwrap_model(wrapped), by_hand(whole_batches))
     return type(wrapped).__module__
 
@@ -127,7 +132,7 @@ def train_transformers(rank: RankContext, directory: Path) -> str:
     return type(trainer.model_wrapped).__module__
 
 
-def train_lightning(rank: RankContext, package: str, directory: Path) -> str:
+def train_lightning(rank: RankContext, package: str, directory: Path, manual: bool) -> str:
     pretend_torchrun(rank)
     with ddpcomm.install():
         lightning = __import__(f"{package}.pytorch", fromlist=["*"]) if package == "lightning" else __import__(package)
@@ -136,15 +141,22 @@ def train_lightning(rank: RankContext, package: str, directory: Path) -> str:
             def __init__(self) -> None:
                 super().__init__()
                 self.model = Model()
+                self.automatic_optimization = not manual
 
             def training_step(self, batch: Tensor, _: int) -> Tensor:
-                return self.model(batch)["loss"]  # type: ignore[no-any-return]
+                loss = self.model(batch)["loss"]
+                if manual:
+                    self.optimizers().zero_grad()
+                    self.manual_backward(loss)
+                    self.optimizers().step()
+                return loss  # type: ignore[no-any-return]
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return optimizer_of(self)
 
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-        where = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "default_root_dir": str(directory)}
+        strategy = lightning.strategies.DDPStrategy(static_graph=manual)
+        where = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "default_root_dir": str(directory)}
         trainer = lightning.Trainer(max_epochs=1, use_distributed_sampler=False, **where, **quiet)
         module = Module()
         kind: list[str] = []
@@ -208,9 +220,10 @@ def test_transformers(fresh: Callable[[], RankPool], tmp_path: Path) -> None:
     assert fresh().run(train_transformers, tmp_path) == ["ddpcomm.ddp"] * 2
 
 
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic optimization", "manual optimization"])
 @pytest.mark.parametrize("package", [pytest.param(name, marks=needs(name)) for name in ("lightning", "pytorch_lightning")])
-def test_lightning(fresh: Callable[[], RankPool], tmp_path: Path, package: str) -> None:
-    assert fresh().run(train_lightning, package, tmp_path) == ["ddpcomm.ddp"] * 2
+def test_lightning(fresh: Callable[[], RankPool], tmp_path: Path, package: str, manual: bool) -> None:
+    assert fresh().run(train_lightning, package, tmp_path, manual) == ["ddpcomm.ddp"] * 2
 
 
 @needs("lightning")
