@@ -81,8 +81,8 @@ class ParameterSet:
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.
 
-        Costs 5 ns a parameter and submodule, and 0.1 us a frozen parameter. A parameter that was frozen or cast is noticed elsewhere: where its gradient is missing
-        or of another dtype.
+        Costs 5 ns a parameter and submodule, and 0.1 us a frozen parameter. A parameter that was frozen or cast is noticed elsewhere: where
+        its gradient is missing or of another dtype.
         """
         return self._containers.changed() or any(p.requires_grad for p in self._frozen)
 
