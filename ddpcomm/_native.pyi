@@ -70,7 +70,6 @@ class QuantisePlan:
         threads: int,
     ) -> None: ...
 
-
 # ---- containers ----
 
 class ContainerWatch:

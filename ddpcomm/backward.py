@@ -158,8 +158,8 @@ def _refuse_compiled_autograd() -> None:
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
         raise ConfigurationError(
-            "this backward runs under compiled autograd, which can't be synchronised: switch off torch._dynamo.config.compiled_autograd, and "
-            'let torch._dynamo.config.optimize_ddp be "ddp_optimizer" or False; torch.compile of the model is fine'
+            "this backward runs under compiled autograd, which can't be synchronised: switch off torch._dynamo.config.compiled_autograd, "
+            'and let torch._dynamo.config.optimize_ddp be "ddp_optimizer" or False; torch.compile of the model is fine'
         )
 
 

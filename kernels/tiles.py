@@ -50,8 +50,8 @@ class AddressTable:
     """The tensors' addresses on the device, sent again only when they have changed.
 
     A copy from pinned memory must not see the next call's addresses, so there are several pinned tables, each with the event of its last
-    copy. The table on the device is one: calls that share it belong to one stream. On the CPU, under Triton's interpreter, the table is used
-    where it is.
+    copy. The table on the device is one: calls that share it belong to one stream. On the CPU, under Triton's interpreter, the table is
+    used where it is.
     """
 
     PINNED_TABLES = 4

@@ -15,12 +15,12 @@ namespace {
 
 struct Counts {
   public:
-    std::vector<std::int64_t> fires_left;   // by parameter; below 0: more came than were expected
-    std::vector<std::int64_t> bucket_left;  // by bucket: how many of its parameters are still missing
-    std::vector<std::size_t> bucket_of;     // by parameter
-    py::object full;                        // called when a bucket has all its gradients
-    py::object uncounted;                   // called with the parameter's index for a gradient that was not expected
-    py::object current_stream;              // tells the stream that a gradient was produced on; None where there are none
+    std::vector<std::int64_t> fires_left;            // by parameter; below 0: more came than were expected
+    std::vector<std::int64_t> bucket_left;           // by bucket: how many of its parameters are still missing
+    std::vector<std::size_t> bucket_of;              // by parameter
+    py::object full;                                 // called when a bucket has all its gradients
+    py::object uncounted;                            // called with the parameter's index for a gradient that was not expected
+    py::object current_stream;                       // tells the stream that a gradient was produced on; None where there are none
     std::vector<std::vector<std::int64_t>> streams;  // by bucket: those of its gradients
 
     // Returns false with a Python error set.
@@ -55,8 +55,7 @@ struct Counts {
 
 // A callable of one argument, the parameter, called by way of the vectorcall protocol.
 struct Hook {
-    PyObject_HEAD
-    vectorcallfunc call;
+    PyObject_HEAD vectorcallfunc call;
     std::shared_ptr<Counts>* counts;
     std::size_t index;
 };

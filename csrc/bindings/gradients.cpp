@@ -28,8 +28,8 @@ class GradientTable {
         }
     }
 
-    // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself, nor a tensor of the parameter's
-    // dtype and device with the view's strides. None and complex ones are always odd.
+    // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself, nor a tensor of the
+    // parameter's dtype and device with the view's strides. None and complex ones are always odd.
     py::tuple gather() const {
         const py::ssize_t count = static_cast<py::ssize_t>(parameters_.size());
         py::list gradients(count);

@@ -7,94 +7,34 @@ bit for bit.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 
-from ddpcomm.comm.base import Communicator, ReduceOp
-from ddpcomm.comm.factory import create_communicator
-from ddpcomm.errors import ClosedError, ConfigurationError, ConfigurationTypeError
+from tests.comm import conformance_misuse
+from tests.comm.checks import (
+    CHECKS,
+    FLOATS,
+    SIZES,
+    Transport,
+    check,
+    expected,
+    memories,
+    ops_of,
+    same,
+    values,
+)
 from tests.ranks import RankContext
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32)
-DTYPES = (*FLOATS, *INTEGERS)
-SIZES = (0, 1, 3, 63, 1023, 40_003)
-OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max")
-
-
-@dataclass(frozen=True)
-class Transport:
-    """How a test makes the communicator that it checks."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    wrap: Callable[[Communicator], Communicator] | None = None
-    dtypes: tuple[torch.dtype, ...] = DTYPES
-
-    def make(self, context: RankContext, **options: Any) -> Communicator:
-        communicator = create_communicator(context.process_group, "cpu", self.name, **(self.options | options))
-        return communicator if self.wrap is None else self.wrap(communicator)
-
-
-Check = Callable[[RankContext, Transport], None]
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+__all__ = ["CHECKS", "Transport", "conformance_misuse", "run"]
 
 
 def run(context: RankContext, transport: Transport, name: str) -> None:
     """Runs one check on this rank."""
     CHECKS[name](context, transport)
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
-
-
-def values(numel: int, rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """What a rank puts in: multiples of 8 from -64 to 56, so that an average over 2, 4 or 8 ranks is whole too."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return (torch.randint(-8, 8, (numel,), generator=generator) * 8).to(dtype)
-
-
-def expected(numel: int, world_size: int, dtype: torch.dtype, op: ReduceOp, seed: int = 0) -> Tensor:
-    """The reduction, in float64 and so exactly."""
-    everybody = torch.stack([values(numel, rank, torch.float64, seed) for rank in range(world_size)])
-    if op == "max":
-        return everybody.amax(0).to(dtype)
-    return (everybody.sum(0) / (world_size if op == "avg" else 1)).to(dtype)
-
-
-def same(actual: Tensor, wanted: Tensor, op: ReduceOp, world_size: int) -> None:
-    """Bit for bit, but for averages over a number of ranks by which nothing can be divided exactly: each rank's part, up to 64, may then be
-    rounded, and each sum."""
-    if op == "avg" and world_size & (world_size - 1):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=64 * torch.finfo(actual.dtype).eps * world_size)
-    else:
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
-
-
-def memories(communicator: Communicator, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Tensors of every kind of memory: the transport's own, somebody else's, and views that begin off any alignment."""
-    yield communicator.empty(numel, dtype)
-    yield torch.empty(numel, dtype=dtype)
-    yield communicator.empty(numel + 1, dtype)[1:]
-    yield torch.empty(numel + 3, dtype=dtype)[3:]
-
-
-def ops_of(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
-    return OPS if dtype.is_floating_point else ("sum", "max")
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -353,88 +293,3 @@ def threads(context: RankContext, transport: Transport) -> None:
         thread.join()
         works[0].wait(timedelta(seconds=20))
         assert (tensor == 2 * context.world_size).all()
-
-
-# ---- misuse and the end ---------------------------------------------------------------------------------------------
-
-
-@check
-def wrong_arguments(context: RankContext, transport: Transport) -> None:
-    """Refused before anything is sent: the next collective is right."""
-    with transport.make(context) as communicator:
-        matrix = torch.zeros(4, 4)
-        with pytest.raises(ConfigurationError, match="contiguous"):
-            communicator.all_reduce(matrix.t()[1:])
-        with pytest.raises(ConfigurationError, match="op must be"):
-            communicator.all_reduce(matrix, "product")  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationTypeError, match="avg"):
-            communicator.all_reduce(matrix.long(), "avg")
-        with pytest.raises(ConfigurationError, match="source"):
-            communicator.broadcast(matrix, context.world_size)
-        with pytest.raises(ConfigurationError, match="times as many"):
-            communicator.all_gather(torch.zeros(context.world_size * 4 + 1), torch.zeros(4))
-        with pytest.raises(ConfigurationTypeError, match="dtypes"):
-            communicator.reduce_scatter(torch.zeros(4), torch.zeros(4 * context.world_size).double())
-        with pytest.raises(ConfigurationError, match="on meta"):
-            communicator.all_reduce(matrix.to("meta"))
-        with pytest.raises(ConfigurationTypeError, match="list"):
-            communicator.all_reduce([1.0])  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="negative"):
-            communicator.empty(-1, torch.float32)
-        tensor = torch.ones(10)
-        communicator.all_reduce(tensor).wait()
-        assert (tensor == context.world_size).all()
-
-
-@check
-def closed(context: RankContext, transport: Transport) -> None:
-    communicator = transport.make(context)
-    communicator.barrier().wait()
-    communicator.close()
-    communicator.close()
-    assert communicator.closed
-    tensor = torch.ones(context.world_size)
-    for call in (
-        lambda: communicator.all_reduce(tensor),
-        lambda: communicator.broadcast(tensor),
-        lambda: communicator.all_gather(tensor, tensor[:1]),
-        lambda: communicator.reduce_scatter(tensor[:1], tensor),
-        communicator.barrier,
-        lambda: communicator.empty(1, torch.float32),
-    ):
-        with pytest.raises(ClosedError, match="closed"):
-            call()
-
-
-@check
-def closed_one_by_one(context: RankContext, transport: Transport) -> None:
-    """A rank that is done may leave at once; the others still get their result."""
-    for numel in (10, 500_000):
-        communicator = transport.make(context)
-        tensor = communicator.empty(numel, torch.float32).fill_(1)
-        work = communicator.all_reduce(tensor)
-        time.sleep(0.05 * context.rank)
-        work.wait()
-        communicator.close()
-        assert (tensor == context.world_size).all()
-
-
-@check
-def forked_child(context: RankContext, transport: Transport) -> None:
-    """A child has no part in the group: what it drops, closes and leaves behind does its parent no harm."""
-    communicator = transport.make(context)
-    tensor = communicator.empty(50_000, torch.float32).fill_(1)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            communicator.close()
-            del tensor, communicator
-            gc.collect()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    communicator.all_reduce(tensor).wait()
-    assert (tensor == context.world_size).all()
-    communicator.close()

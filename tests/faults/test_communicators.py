@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,8 +23,6 @@ from ddpcomm.errors import (
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    CommunicationError,
-    DDPCommError,
     PeerLostError,
     RankMismatchError,
     SharedMemoryFullError,
@@ -365,47 +362,3 @@ def different_settings(context: RankContext) -> None:
 
 def test_ranks_give_different_settings(two_ranks: RankPool) -> None:
     two_ranks.run(different_settings)
-
-
-def open_files(context: RankContext) -> None:
-    """Communicators that are closed, or failed, or never came to be leave no file and no mapping."""
-
-    def count() -> tuple[int, int]:
-        gc.collect()
-        with open("/proc/self/maps") as maps:
-            return len(os.listdir("/proc/self/fd")), sum("ddpcomm" in line and "memfd" in line for line in maps)
-
-    make(context).close()
-    before = count()
-    for _ in range(3):
-        with make(context) as communicator:
-            communicator.all_reduce(communicator.empty(1000, torch.float32)).wait()
-        with pytest.raises(DDPCommError):
-            make(context, piece_bytes=4096 * (1 + context.rank))
-        failed = make(context, timedelta(seconds=0.3))
-        if context.rank == 0:
-            with pytest.raises(CommunicationError):
-                failed.barrier().wait()
-        failed.close()
-        del communicator, failed
-    assert count() == before
-
-
-def test_nothing_is_left_open(two_ranks: RankPool) -> None:
-    two_ranks.run(open_files)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux")
-def test_interrupted_by_ctrl_c(two_ranks: RankPool) -> None:
-    two_ranks.run(interrupt)
-
-
-def interrupt(context: RankContext) -> None:
-    communicator = make(context)
-    if context.rank == 0:
-        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with measured(2.0), pytest.raises(KeyboardInterrupt):
-            communicator.barrier().wait()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    context.process_group.barrier().wait()
