@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 import ddpcomm
 from tests.ranks import RankContext, RankPool
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 STEPS = 4
 RATE = 0.05
 

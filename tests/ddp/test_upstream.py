@@ -95,6 +95,8 @@ TESTS = """
 """
 
 pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),  # the first of them also starts the ranks and imports torch's tests
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the list of tests is that of torch 2.13"),
     pytest.mark.skipif(
         any(find_spec(package) is None for package in upstream.NEEDS), reason=f"torch's tests need {', '.join(upstream.NEEDS)}"
