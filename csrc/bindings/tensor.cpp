@@ -35,12 +35,6 @@ bool is_dense(std::int32_t ndim, const std::int64_t* shape, const std::int64_t* 
     return true;
 }
 
-Device read_device(py::handle tensor) {
-    if (tensor.attr("is_cpu").cast<bool>()) return {dlpack::kCpu, 0};
-    const py::object index = tensor.attr("device").attr("index");
-    return {tensor.attr("is_cuda").cast<bool>() ? dlpack::kCuda : dlpack::kOther, index.is_none() ? 0 : index.cast<std::int32_t>()};
-}
-
 const dlpack::ExchangeApi* find_api(py::handle tensor_type) {
     if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
     const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -68,7 +62,7 @@ TensorView TensorReader::read(PyObject* object) const {
     return {static_cast<char*>(tensor.data) + tensor.byte_offset,
             {tensor.dtype_code, tensor.dtype_bits},
             numel,
-            {tensor.device_type, tensor.device_id},
+            tensor.device_type == dlpack::kCpu,
             is_dense(tensor.ndim, tensor.shape, tensor.strides, numel)};
 }
 
@@ -118,7 +112,7 @@ TensorView TensorReader::read_attributes(PyObject* object) const {
     return {reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<std::uintptr_t>()),
             {static_cast<std::uint8_t>(code.first), static_cast<std::uint8_t>(code.second)},
             numel,
-            read_device(tensor),
+            tensor.attr("is_cpu").cast<bool>(),
             dense};
 }
 
@@ -134,7 +128,7 @@ void bind_tensor(py::module_& module) {
             [](const TensorReader& reader, py::handle tensor) {
                 const ddpcomm::TensorView view = reader.read(tensor.ptr());
                 return py::make_tuple(reinterpret_cast<std::uintptr_t>(view.data), view.dtype.code, view.dtype.bits, view.numel,
-                                      view.device.is_cpu(), view.dense);
+                                      view.on_cpu, view.dense);
             },
             py::arg("tensor"), "(address, dtype code, dtype bits, elements, on the CPU, dense) of a tensor.");
 }

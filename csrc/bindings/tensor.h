@@ -11,20 +11,11 @@
 
 namespace ddpcomm {
 
-struct Device {
-    std::int32_t type;  // as DLPack numbers them
-    std::int32_t index;
-
-    bool is_cpu() const { return type == dlpack::kCpu; }
-    friend bool operator==(Device a, Device b) { return a.type == b.type && a.index == b.index; }
-    friend bool operator!=(Device a, Device b) { return !(a == b); }
-};
-
 struct TensorView {
     void* data;
     Dtype dtype;
     std::int64_t numel;
-    Device device;
+    bool on_cpu;
     bool dense;  // its elements fill a stretch of memory, without gap or overlap, in any order of dimensions
 };
 
@@ -38,8 +29,8 @@ struct TensorDescription {
     std::vector<std::int64_t> strides;  // that of a dimension of size 1 or less is never taken
 };
 
-// Two ways to the same facts. Through DLPack's C interface a tensor takes some 100 ns; through attributes and methods (torch 2.9, which has
-// no such interface) three times as much.
+// Two ways to the same facts. Through DLPack's C interface a tensor takes some 15 ns; through attributes and methods (torch 2.9, which has
+// no such interface) some 300 ns.
 class TensorReader {
   public:
     // tensor_type: torch.Tensor. dtypes: torch.dtype -> (code, bits), for reading by attributes.

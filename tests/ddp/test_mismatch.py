@@ -1,0 +1,96 @@
+"""Ranks that differ: the same error on all of them, at construction, that names what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcomm import DistributedDataParallel
+from ddpcomm.errors import ConfigurationError, RankMismatchError
+from tests.ddp.on_ranks import on_two_ranks
+from tests.ddp.oracle import raises_everywhere
+from tests.ranks import RankContext
+
+
+def shape(rank: int) -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(3, 2))
+    model.add_module("head", nn.Linear(2, 2 + rank))
+    return model
+
+
+def order(rank: int) -> nn.Module:
+    model = nn.Sequential()
+    for name in ("query", "key") if rank == 0 else ("key", "query"):
+        model.add_module(name, nn.Linear(3, 3))
+    return model
+
+
+def names(rank: int) -> nn.Module:
+    return nn.ModuleDict({f"head{rank}": nn.Linear(3, 3)})
+
+
+def dtype(rank: int) -> nn.Module:
+    return nn.ModuleDict({"head": nn.Linear(3, 3, dtype=torch.float64 if rank else torch.float32)})
+
+
+def strides(rank: int) -> nn.Module:
+    model = nn.ModuleDict({"head": nn.Conv2d(3, 3, 2)})
+    return model.to(memory_format=torch.channels_last) if rank else model
+
+
+def frozen(rank: int) -> nn.Module:
+    model = nn.ModuleDict({"head": nn.Linear(3, 3)})
+    model["head"].bias.requires_grad_(rank == 0)
+    return model
+
+
+def buffer(rank: int) -> nn.Module:
+    model = nn.ModuleDict({"head": nn.Linear(3, 3)})
+    model.register_buffer("lookup", torch.zeros(2 + rank))
+    return model
+
+
+CASES: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "shape": (shape, "head.weight"),
+    "order": (order, "query.weight"),
+    "names": (names, "head1.weight"),
+    "dtype": (dtype, "head.weight"),
+    "strides": (strides, "head.weight"),
+    "requires_grad": (frozen, "head.bias"),
+    "buffer": (buffer, "lookup"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_two_ranks
+def test_models_differ(rank: RankContext, case: str) -> None:
+    make, name = CASES[case]
+    with raises_everywhere(RankMismatchError, name):
+        DistributedDataParallel(make(rank.rank))
+
+
+@on_two_ranks
+def test_options_differ(rank: RankContext) -> None:
+    with raises_everywhere(RankMismatchError, "bucket_cap_mb"):
+        DistributedDataParallel(nn.Linear(3, 3), bucket_cap_mb=1 + rank.rank)
+
+
+@on_two_ranks
+def test_one_rank_has_nothing_to_train(rank: RankContext) -> None:
+    model = nn.Linear(3, 3).requires_grad_(rank.rank == 0)
+    with raises_everywhere(ConfigurationError, "doesn't have any parameter that requires a gradient"):
+        DistributedDataParallel(model)
+
+
+@on_two_ranks
+def test_nothing_was_changed_by_a_refusal(rank: RankContext) -> None:
+    model = shape(rank.rank)
+    before = [p.detach().clone() for p in model.parameters()]
+    with raises_everywhere(RankMismatchError):
+        DistributedDataParallel(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
