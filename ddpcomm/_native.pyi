@@ -137,6 +137,7 @@ class SharedMemoryChannel:
         channel: int,
         piece_bytes: int,
         small_bytes: int,
+        stream_bytes: int,
         spin_seconds: float,
         isa: str,
     ) -> None: ...

@@ -92,5 +92,5 @@ class ParameterSet:
 
     def newcomers(self, former: Iterable[ManagedParameter]) -> list[int]:
         """Indices of the parameters here that had no place in `former`."""
-        known = {m.identity for m in former}
-        return [index for index, m in enumerate(self.managed) if m.identity not in known]
+        known = {(m.identity, m.sparse) for m in former}
+        return [index for index, m in enumerate(self.managed) if (m.identity, m.sparse) not in known]
