@@ -162,7 +162,7 @@ programs = st.builds(
 )
 
 
-@pytest.mark.timeout(max(900, EXAMPLES * 3))
+@pytest.mark.timeout(max(2400, EXAMPLES * 5))
 @settings(  # a failure ends the two processes, so that shrinking it takes long: Phase.shrink is for the desk
     max_examples=EXAMPLES,
     deadline=None,
