@@ -31,6 +31,7 @@ class Report:
         fires: how often each parameter received a gradient.
         sparse: parameters whose gradient turned out to be sparse.
         newcomers: parameters that this rank's buckets have no place for.
+        in_buckets: parameters whose gradient lies in a bucket, where a reduction writes over it.
     """
 
     signatures: tuple[Signature, ...]
@@ -40,6 +41,7 @@ class Report:
     fires: Mapping[str, int] = field(default_factory=dict)
     sparse: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
+    in_buckets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Agreement:
         sparse: sparse on some rank.
         newcomers: newcomers on some rank.
         unanimous: whether they are so on every rank.
+        in_buckets: with a gradient in a bucket on some rank.
     """
 
     late: Mapping[str, tuple[int, ...]]
@@ -61,6 +64,7 @@ class Agreement:
     sparse: frozenset[str]
     newcomers: frozenset[str]
     unanimous: bool
+    in_buckets: frozenset[str]
 
 
 def signatures(parameters: ParameterSet) -> tuple[Signature, ...]:
@@ -101,6 +105,7 @@ def agree(communicator: Communicator, report: Report) -> Agreement:
         sparse=frozenset(name for r in reports for name in r.sparse),
         newcomers=frozenset(name for r in reports for name in r.newcomers),
         unanimous=len({frozenset(r.newcomers) for r in reports}) == 1,
+        in_buckets=frozenset(name for r in reports for name in r.in_buckets),
     )
 
 

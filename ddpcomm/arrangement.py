@@ -38,9 +38,9 @@ class Arrangement:
         dense = [index for index in order if not managed[index].sparse]
         self.sparse = [index for index in order if managed[index].sparse]
         sizes = [m.size(wire_dtype) for m in managed]
-        control = ParameterSize(0, 4, (communicator.device, torch.float32))
+        control = ParameterSize(0, 4, (communicator.device, torch.float32, False))
         layouts = plan(sizes, assign(sizes, dense, caps), STATUS_NUMEL, control=control, flags_apart=dense if apart else None)
-        self.buckets = [Bucket(layout, managed, communicator, *layout.kind) for layout in layouts]  # type: ignore[misc]  # kind is a pair
+        self.buckets = [Bucket(layout, managed, communicator, *layout.kind[:2]) for layout in layouts]  # type: ignore[index]  # kind is a tuple
         outside = len(self.buckets)
         self.bucket_of = [outside] * len(managed)
         for bucket in self.buckets:
@@ -62,6 +62,15 @@ class Arrangement:
                     target = own.get(id(parameter))
                     fits = target is not None and target.dtype == view.dtype and target.shape == view.shape
                     parameter.grad = target.copy_(view) if target is not None and fits else view.clone()
+
+    def in_buckets(self) -> list[int]:
+        """The parameters whose gradient lies in a bucket."""
+        return [
+            slot.parameter
+            for bucket in self.buckets
+            for slot, parameter, view in zip(bucket.slots, bucket.parameters, bucket.views, strict=True)
+            if parameter.grad is view
+        ]
 
     def names(self, index: int) -> str:
         """The parameters of a bucket, for messages."""

@@ -53,10 +53,7 @@ class Bucket:
         self.slots = layout.slots
         self.members = [managed[slot.parameter] for slot in self.slots]
         self.parameters = [m.parameter for m in self.members]
-        self.views = [
-            _view(self.buffer.narrow(0, slot.offset, slot.numel), parameter)
-            for slot, parameter in zip(self.slots, self.parameters, strict=True)
-        ]
+        self.views = [self._view(position) for position in range(len(self.slots))]
         self.native_format = all(m.bucket_dtype == dtype for m in self.members)
         self.status = self.buffer.narrow(0, layout.status_offset, layout.status_numel)
         self.flags = self.buffer.narrow(0, layout.flags_offset, len(layout.flagged))
@@ -92,7 +89,9 @@ class Bucket:
         misfits: list[Misfit] = []
         absent: list[int] = []
         for position in odd:
-            gradient, view = gradients[position], self.views[position]
+            self._keep_in_place(position)
+            gradient, view = self.parameters[position].grad, self.views[position]
+            gradients[position] = gradient
             if gradient is None:
                 absent.append(self.slots[position].parameter)
             elif _fits(gradient, self.members[position], view):
@@ -101,6 +100,25 @@ class Bucket:
                 misfits.append(Misfit(self.slots[position].parameter, sparse=gradient.layout is not torch.strided))
                 sources[position] = None
         return sources, misfits, absent
+
+    def _view(self, position: int) -> Tensor:
+        """A slot in the shape that the parameter was laid out with and, where that is dense, with its strides."""
+        slot, member = self.slots[position], self.members[position]
+        raw = self.buffer.narrow(0, slot.offset, slot.numel)
+        data = torch.view_as_complex(raw.view(-1, 2)) if member.dtype.is_complex else raw
+        like = torch.empty_strided(member.shape, member.strides, device="meta")
+        strides = torch.empty_like(like, memory_format=torch.preserve_format).stride()
+        return data.as_strided(member.shape, strides, data.storage_offset())
+
+    def _keep_in_place(self, position: int) -> None:
+        """Lays a view into the bucket again. Casting or moving a module gives other memory to the tensors that are its gradients: what it
+        holds then becomes the parameter's own gradient."""
+        view, slot, parameter = self.views[position], self.slots[position], self.parameters[position]
+        if slot.numel == 0 or view.data_ptr() == self.buffer.data_ptr() + slot.offset * self.dtype.itemsize:
+            return
+        if parameter.grad is view:
+            parameter.grad = view.detach()
+        view.data = self._view(position)
 
     def pack(self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, words: tuple[float, ...], scale: float) -> None:
         """Flattens in one pass.
@@ -181,13 +199,6 @@ class Bucket:
 
 def _plain(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype)
-
-
-def _view(raw: Tensor, parameter: Tensor) -> Tensor:
-    """`raw` in the parameter's shape and, where that is dense, with its strides."""
-    data = torch.view_as_complex(raw.view(-1, 2)) if parameter.is_complex() else raw
-    strides = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-    return data.as_strided(parameter.shape, strides, data.storage_offset())
 
 
 def _fits(gradient: Tensor, member: ManagedParameter, view: Tensor) -> bool:

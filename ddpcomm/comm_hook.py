@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm.buckets import Bucket
-from ddpcomm.errors import CommHookError
+from ddpcomm.errors import CommHookError, DDPCommError
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
@@ -63,9 +63,17 @@ class CommHook:
         """Calls the hook.
 
         Raises:
-            CommHookError: it returned no future.
+            CommHookError: it raised, or returned no future.
+            DDPCommError: one of this package's own hooks failed.
         """
-        future = self.hook(self.state, GradBucket(bucket, is_last))
+        try:
+            future = self.hook(self.state, GradBucket(bucket, is_last))
+        except DDPCommError:
+            raise
+        except Exception as error:
+            raise CommHookError(
+                f"the communication hook {self.name} raised {type(error).__name__} for bucket {bucket.layout.index}: {error}"
+            ) from error
         if not isinstance(future, torch._C.Future):
             raise CommHookError(
                 f"the communication hook {self.name} returned {type(future).__name__} for bucket {bucket.layout.index}; "
@@ -77,9 +85,12 @@ class CommHook:
         """Waits for the future and takes its value into the bucket. The wait's time limit is that of the hook's own collectives.
 
         Raises:
-            CommHookError: the value isn't one tensor of the bucket's size.
+            CommHookError: the future failed, or its value isn't one tensor of the bucket's size.
         """
-        value = future.wait()
+        try:
+            value = future.wait()
+        except Exception as error:
+            raise CommHookError(f"the communication hook {self.name} failed for bucket {bucket.layout.index}: {error}") from error
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         numel = bucket.layout.data_numel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,15 @@ from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
 from ddpcomm.comm.process_group import resolve
-from ddpcomm.comm.torch_ddp import ProcessGroup, TorchDDP, active_module, default_group, take_over_optimizer_hooks
+from ddpcomm.comm.torch_ddp import (
+    ProcessGroup,
+    TorchDDP,
+    active_module,
+    all_groups,
+    count_optimizer_hooks,
+    default_group,
+    take_over_optimizer_hooks,
+)
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.gradient_norm import clip
@@ -131,6 +139,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         self._tag = 0
         self._divide_by_initial_world_size = True
         self._hook_name = ""
+        self._comm_hook = None
         self._buffer_hook = None
         self.module = module
         failure: DDPCommError | None = None
@@ -149,8 +158,8 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
             self._broadcast_state(with_buffers=sync_buffers_at_init)
         cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
         self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
+        self._error_on_unsynchronized = error_on_unsynchronized
         self._start()
-        self._guard = StepGuard(self._unsynchronized_by_id) if error_on_unsynchronized else None
 
     def _start(self) -> None:
         """What can't be copied or pickled. Local."""
@@ -174,14 +183,14 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         if self._precision.reduce is not None:
             self._reducer.wire_dtype = self._precision.reduce
             self._reducer.arrange()
-        self._optimizer_steps: list[Callable[[], None]] | None = None
-        self._finalizer = weakref.finalize(self, self._reducer.close)
+        self._use_hook()
+        self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
+        self._optimizer_hooks_seen = 0
+        self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard)
 
     def close(self) -> None:
         """Takes the hooks off the module, which trains by itself from then on, and gives the communicator back. Idempotent."""
         self._finalizer()
-        if self._guard is not None:
-            self._guard.close()
         self._short_parameters.close()
         self._communicator.close()
 
@@ -229,9 +238,10 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         return value.to(self._placement.input_device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _adopt_optimizer_hooks(self) -> None:
-        if self._optimizer_steps is None:
-            self._optimizer_steps = take_over_optimizer_hooks(self._reducer.parameters.parameters)
-            self._reducer.after_average += self._optimizer_steps
+        count = count_optimizer_hooks()
+        if count != self._optimizer_hooks_seen:
+            self._optimizer_hooks_seen = count
+            self._reducer.after_average = take_over_optimizer_hooks(self._reducer.parameters.parameters)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
@@ -332,7 +342,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        own = {"process_group", "_communicator", "_reducer", "_statistics", "_finalizer", "_optimizer_steps", "_guard", "device_mesh"}
+        own = {"process_group", "_communicator", "_reducer", "_statistics", "_finalizer", "_optimizer_hooks_seen", "_guard", "device_mesh"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -345,6 +355,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
+        memo.update((id(group), group) for group in all_groups())  # a hook's state may hold one
         twin.__dict__.update(copy.deepcopy(self._copied_state(), memo))
         twin.process_group = self.process_group
         if hasattr(self, "device_mesh"):
@@ -355,8 +366,13 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
 
     def _take_up(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._guard = None
         self._start()
+
+
+def _give_up(reducer: Reducer, guard: StepGuard | None) -> None:
+    reducer.close()
+    if guard is not None:
+        guard.close()
 
 
 def _is_transformed() -> bool:

@@ -7,7 +7,7 @@ until the gradient has been averaged, and lets it through at once where nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,7 @@ class ForeignHooks:
         self._holds_back = holds_back
         self._tables: list[dict[int, Hook]] = []
         self._seen = -1
-        self._waiting: list[tuple[Hook, Tensor]] = []
+        self._waiting: dict[tuple[int, int], tuple[Hook, Tensor]] = {}
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """The parameters to look after from now on. Each must have a hook already, else torch has no table for it."""
@@ -57,20 +57,29 @@ class ForeignHooks:
                     table[key] = _Door(hook, self._admit)
 
     def _admit(self, hook: Hook, parameter: Tensor) -> None:
-        if self._holds_back():
-            self._waiting.append((hook, parameter))
+        if self._holds_back():  # there will be one average, however often this rank's own gradient comes
+            self._waiting[id(hook), id(parameter)] = hook, parameter
         else:
             hook(parameter)
 
-    def run_waiting(self) -> None:
-        """Calls, in order, what was held back."""
-        waiting, self._waiting = self._waiting, []
-        for hook, parameter in waiting:
+    def run_waiting(self, brought: Iterable[Tensor] = ()) -> None:
+        """Calls, in order, what was held back.
+
+        Args:
+            brought: parameters that received no gradient of this rank's own, but an average: their hooks run on the other ranks, and so
+                have to run here.
+        """
+        for parameter in brought:
+            for door in (parameter._post_accumulate_grad_hooks or {}).values():
+                if isinstance(door, _Door):
+                    self._waiting[id(door.hook), id(parameter)] = door.hook, parameter
+        waiting, self._waiting = self._waiting, {}
+        for hook, parameter in waiting.values():
             hook(parameter)
 
     def drop_waiting(self) -> None:
         """Forgets what was held back: there is no average to call it with."""
-        self._waiting = []
+        self._waiting = {}
 
     def close(self) -> None:
         """Takes the doors away."""

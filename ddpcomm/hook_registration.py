@@ -25,6 +25,7 @@ class HookRegistration(nn.Module):
     _reducer: Reducer
     _statistics: Statistics
     _hook_name: str
+    _comm_hook: tuple[Any, Callable[..., Any] | WireFormat | Quantized] | None
     _buffer_hook: tuple[Any, Callable[..., Any], Any] | None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any] | WireFormat | Quantized) -> None:
@@ -39,9 +40,7 @@ class HookRegistration(nn.Module):
             ConfigurationError: its annotations say that it is no such hook; or there is one already.
         """
         try:
-            if isinstance(hook, Quantized):
-                hook = hook.bind(lambda: self._reducer.communicator)
-            elif not isinstance(hook, WireFormat):
+            if not isinstance(hook, (WireFormat, Quantized)):
                 _check_hook(hook)
             self._set_hook(state, hook)
         except DDPCommError as error:
@@ -55,16 +54,26 @@ class HookRegistration(nn.Module):
             raise ConfigurationError(_ONLY_ONCE)
         self._hook_name = str(comm_hook_type)
 
-    def _set_hook(self, state: object, hook: Callable[..., Any] | WireFormat) -> None:
+    def _set_hook(self, state: object, hook: Callable[..., Any] | WireFormat | Quantized) -> None:
         if self._hook_name:
             raise ConfigurationError(_ONLY_ONCE)
+        self._comm_hook = (state, hook)
+        self._hook_name = self._use_hook()
+
+    def _use_hook(self) -> str:
+        """Gives the reducer the hook that is registered, if any. Returns its name."""
+        if self._comm_hook is None:
+            return ""
+        state, hook = self._comm_hook
         if isinstance(hook, WireFormat):
-            self._hook_name = hook.name
             self._reducer.wire_dtype = hook.dtype
+            name = hook.name
         else:
-            self._reducer.hook = CommHook(state, hook)
-            self._hook_name = self._reducer.hook.name
+            bound = hook.bind(lambda: self._reducer.communicator) if isinstance(hook, Quantized) else hook
+            self._reducer.hook = CommHook(state, bound)
+            name = self._reducer.hook.name
         self._reducer.arrange()
+        return name
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD

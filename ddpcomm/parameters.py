@@ -39,15 +39,30 @@ class ManagedParameter:
         return self.identity[1]
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape that it was laid out with."""
+        return self.identity[3]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides that it was laid out with."""
+        return self.identity[4]
+
+    @property
     def bucket_dtype(self) -> torch.dtype:
         """The real dtype that its gradient is reduced in: a complex one is reduced as pairs of real elements."""
         return _REAL.get(self.dtype, self.dtype)
 
-    def size(self, dtype: torch.dtype | None = None) -> ParameterSize:
-        """What the layout needs to know. `dtype`: of the bucket, where it isn't the gradient's own."""
-        p = self.parameter
-        dtype = dtype or self.bucket_dtype
-        return ParameterSize(p.numel() * (2 if p.is_complex() else 1), dtype.itemsize, (p.device, dtype))
+    def size(self, wire_dtype: torch.dtype | None = None) -> ParameterSize:
+        """What the layout needs to know.
+
+        Args:
+            wire_dtype: of the bucket, where it isn't the gradient's own. A complex one keeps its own. It also keeps to buckets of its own:
+                in a packed one, a pair might not start where torch can see a complex number.
+        """
+        p, is_complex = self.parameter, self.dtype.is_complex
+        dtype = self.bucket_dtype if wire_dtype is None or is_complex else wire_dtype
+        return ParameterSize(p.numel() * (2 if is_complex else 1), dtype.itemsize, (p.device, dtype, is_complex))
 
 
 class ParameterSet:

@@ -26,6 +26,8 @@ class Record:
         self.graph_is_static = True
         self.complete = True
         """Whether the last backward that was to synchronise did."""
+        self.brought: list[Tensor] = []
+        """Parameters to which the last backward brought an average, and no gradient of this rank's own."""
         self._keep_counts = keep_counts
         self._own: dict[int, tuple[Tensor, str]] = {}
         self._used_before: list[bool] | None = None
@@ -41,13 +43,16 @@ class Record:
         """Whether a gradient is waiting for its average, from a backward before."""
         return id(parameter) in self._own and parameter.grad is not None
 
-    def averaged(self, reduction: Reduction, parameters: ParameterSet, used: list[bool], somewhere: Sequence[bool]) -> list[str]:
+    def averaged(
+        self, reduction: Reduction, parameters: ParameterSet, fires: Sequence[int], used: list[bool], somewhere: Sequence[bool]
+    ) -> list[str]:
         """Gradients were averaged.
 
         Args:
             reduction: that did it.
             parameters: whose.
-            used: by parameter, whether this rank used it.
+            fires: by parameter, how often it received a gradient in this backward.
+            used: whether this rank used it, in this backward or in those before that its average takes up.
             somewhere: whether some rank did.
 
         Returns:
@@ -57,6 +62,9 @@ class Record:
         self.complete = True
         idle: list[ManagedParameter] = []
         self.unused = {}
+        self.brought = []
+        if not all(fires):
+            self.brought = [p for p, count, anywhere in zip(parameters.parameters, fires, somewhere, strict=True) if anywhere and not count]
         if not all(used):
             idle = [m for m, anywhere in zip(parameters.managed, somewhere, strict=True) if not anywhere]
             self.unused = {

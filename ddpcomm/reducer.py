@@ -201,7 +201,7 @@ class Reducer:
         if self._mode is Mode.IDLE:
             self._open(synchronize)
         elif synchronize and self._mode is Mode.LOCAL:
-            self._open_synchronizing(Mode.DELAYED)  # one of several outputs asks for it, and speaks for all
+            self._open_synchronizing(may_overlap=False)  # one of several outputs asks for it, and speaks for all
 
     def _open(self, synchronize: bool) -> None:
         self._recover()
@@ -211,13 +211,15 @@ class Reducer:
         if not synchronize:
             self._mode = Mode.LOCAL
             return
+        self._open_synchronizing(may_overlap=self.learned)
+
+    def _open_synchronizing(self, *, may_overlap: bool) -> None:
         if self.broken is not None:
             raise type(self.broken)(f"an earlier failure left this model without synchronisation: {self.broken}")
         self.changed = self.parameters.replaced_or_unfrozen()
-        self._open_synchronizing(Mode.OVERLAPPED if self.learned and not self.changed else Mode.DELAYED)
-
-    def _open_synchronizing(self, mode: Mode) -> None:
-        self._mode = mode
+        if self.changed:
+            self._foreign.watch(ParameterSet(self.module, self.ignored).parameters)
+        mode = self._mode = Mode.OVERLAPPED if may_overlap and not self.changed else Mode.DELAYED
         self.backwards += 1
         self.norms.forget()
         self.record.complete = False
@@ -291,7 +293,7 @@ class Reducer:
             self._on_interrupt()
             raise
         self._rest()
-        self._foreign.run_waiting()
+        self._foreign.run_waiting(self.record.brought)
         for run in self.after_average:
             run()
 

@@ -85,11 +85,11 @@ class Reduction:
         """
         index, bucket = self.next, self.arrangement.buckets[self.next]
         self.next += 1
-        if used is not None and self._as_view and not void:
-            self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
         if producers:  # before gradients are copied into memory order, too
             wait_for_producers(producers, [p.grad for p in bucket.parameters], bucket.device)
         sources, misfits, absent = ([None] * len(bucket.slots), [], []) if void else bucket.gather()
+        if used is not None and self._as_view and not void:
+            self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
         self.misfits += misfits
         self.absent.update(absent)
         flags = None if used is None and not self.misfits and not self.absent else self._flags(bucket, used)
@@ -119,12 +119,12 @@ class Reduction:
         bucket.pack(sources, flags, (), 1.0)
         self._works.append(None)
         self.launched += 1
-        if hook is None or self.failure is not None:
+        if hook is None:
             return
-        try:
+        try:  # after a failure too: the other ranks' hooks wait for this rank's collectives
             self._futures[index] = hook.start(bucket, is_last=index == self.arrangement.last - 1)
         except CommHookError as error:
-            self.failure = error
+            self.failure = self.failure or error
 
     def launch_rest(self, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool, skip_unused: bool) -> None:
         """Sends every bucket that hasn't gone out yet.
@@ -169,14 +169,11 @@ class Reduction:
     def finish_hooks(self) -> None:
         """Waits for the hooks' futures, so that the last bucket can say how they went."""
         for index, future in self._futures.items():
-            if self._hook is None or self.failure is not None:
-                break
             try:
-                self._hook.finish(self.arrangement.buckets[index], future)
+                if self._hook is not None:
+                    self._hook.finish(self.arrangement.buckets[index], future)
             except CommHookError as error:
-                self.failure = error
-            except RuntimeError as error:
-                self.failure = CommHookError(f"the communication hook {self._hook.name} failed for bucket {index}: {error}")
+                self.failure = self.failure or error
         self._futures.clear()
 
     def average_sparse(self, parameters: Sequence[Tensor], used: Sequence[bool], *, void: bool = False) -> None:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from ddpcomm.agreement import Agreement, Report, agree, signatures
 from ddpcomm.arrangement import Arrangement
-from ddpcomm.errors import BackwardInterruptedError, CollectiveMismatchError, LateGradientError, LostGradientError, RankMismatchError
+from ddpcomm.errors import (
+    BackwardInterruptedError,
+    CollectiveMismatchError,
+    DDPCommError,
+    LateGradientError,
+    LostGradientError,
+    RankMismatchError,
+)
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.reduction import Reduction
 from ddpcomm.status import Notice, Status
@@ -63,27 +70,35 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
     """
     if reducer.may_defer(reduction, used, void=void):
         reducer.deferred = reduction.wait_and_defer()
-        _put_in_place(reducer, reduction, used, (), void=void)
+        _put_in_place(reducer, reduction, fires, used, (), void=void)
         return
     status = reduction.wait()
     _raise_for(status, reducer.communicator.rank)
     if not status.notices:
-        _put_in_place(reducer, reduction, used, (), void=void)
+        _put_in_place(reducer, reduction, fires, used, (), void=void)
         return
     sparse = _sparse_names(reducer, reduction)
     present = ParameterSet(reducer.module, reducer.ignored, sparse)
-    agreement = agree(reducer.communicator, _report(reducer, reduction, present, fires))
+    agreement = _agree(reducer, reduction, present, fires)
     if agreement.late:
         _refuse_late(reducer, agreement)
         reduction = reducer.new_reduction()
         reducer.launch_rest(reduction, used, set, void=void)
         _raise_for(reduction.wait(), reducer.communicator.rank)
     _refuse_lopsided(reducer, agreement)
-    _put_in_place(reducer, reduction, used, agreement.newcomers, void=void)
+    _put_in_place(reducer, reduction, fires, used, agreement.newcomers, void=void)
     present = ParameterSet(reducer.module, reducer.ignored, agreement.sparse)
     _average_newcomers(reducer, present, agreement.newcomers, void=void)
     reducer.learned = reducer.learned or Notice.LEARNED in status
     reducer.adopt(present, agreement.ready_order, agreement.fires)
+
+
+def _agree(reducer: Reducer, reduction: Reduction, present: ParameterSet, fires: Sequence[int]) -> Agreement:
+    """What the ranks have to say. An error of this rank's own is the cause of the one that all of them raise."""
+    try:
+        return agree(reducer.communicator, _report(reducer, reduction, present, fires))
+    except DDPCommError as error:
+        raise error from (reducer.failure or reduction.failure)
 
 
 def settle_deferred(reducer: Reducer, status: Status) -> None:
@@ -99,7 +114,7 @@ def settle_deferred(reducer: Reducer, status: Status) -> None:
         return
     nothing = [0] * len(reducer.parameters.managed)
     present = ParameterSet(reducer.module, reducer.ignored, _sparse_names(reducer, reducer.new_reduction()))
-    agreement = agree(reducer.communicator, _report(reducer, reducer.new_reduction(), present, nothing))
+    agreement = _agree(reducer, reducer.new_reduction(), present, nothing)
     if agreement.late:
         _refuse_late(reducer, agreement)
     _refuse_lopsided(reducer, agreement)
@@ -130,6 +145,7 @@ def _report(reducer: Reducer, reduction: Reduction, present: ParameterSet, fires
     names = reducer.parameters.names
     failure = reducer.failure or reduction.failure
     expected = reducer.countdown.expected
+    newcomers = tuple(present.managed[index].name for index in present.newcomers(reducer.parameters.managed))
     return Report(
         signatures=signatures(present),
         failure=None if failure is None else (type(failure), str(failure)),
@@ -137,34 +153,35 @@ def _report(reducer: Reducer, reduction: Reduction, present: ParameterSet, fires
         ready_order=tuple(names[index] for index in reducer.ready_order()),
         fires={name: max(count, before) for name, count, before in zip(names, fires, expected, strict=True)},
         sparse=tuple(sorted(m.name for m in present.managed if m.sparse)),
-        newcomers=tuple(present.managed[index].name for index in present.newcomers(reducer.parameters.managed)),
+        newcomers=newcomers,
+        in_buckets=tuple(names[index] for index in reducer.arrangement.in_buckets() if names[index] not in newcomers),
     )
 
 
 def _refuse_late(reducer: Reducer, agreement: Agreement) -> None:
-    """Gradients that were not written over yet can simply be reduced once more; views of a bucket were.
+    """Gradients that were not written over yet can simply be reduced once more; those that lie in a bucket were.
 
     Raises:
-        LateGradientError: they are views, or a hook with a memory of its own has seen them, or some rank may have used them by now.
+        LateGradientError: some do, or a hook with a memory of its own has seen them, or some rank may have used them by now.
     """
-    if not reducer.options.gradient_as_bucket_view and reducer.hook is None and not reducer.defers_status:
+    if not agreement.in_buckets and reducer.hook is None and not reducer.defers_status:
         return
     _go_on_with(reducer, agreement)
     late = "; ".join(f"{name} (on rank {', '.join(map(str, ranks))})" for name, ranks in agreement.late.items())
     raise LateGradientError(
         f"these parameters received a gradient more often than in earlier backwards, after their bucket had gone out: {late}. "
-        "The gradients of this step are void. Where the number of re-entrant checkpoints of a layer varies, use "
-        "gradient_as_bucket_view=False and no communication hook, and on CUDA error_on_unsynchronized=True"
+        "The gradients of this step are void: clear them (zero_grad), and go on. Where the number of re-entrant checkpoints of a layer "
+        "varies, use gradient_as_bucket_view=False and no communication hook, and on CUDA error_on_unsynchronized=True"
     )
 
 
 def _refuse_lopsided(reducer: Reducer, agreement: Agreement) -> None:
-    """A parameter that is new on some ranks only was reduced, against nothing, on the others; a view of a bucket is lost by that.
+    """A parameter that is new on some ranks only was reduced, against nothing, on the others; what lies in a bucket is lost by that.
 
     Raises:
-        RankMismatchError: gradients are views, or some rank may have used them by now.
+        RankMismatchError: its gradient does, or some rank may have used it by now.
     """
-    if not agreement.unanimous and (reducer.options.gradient_as_bucket_view or reducer.defers_status):
+    if not agreement.unanimous and (reducer.defers_status or not agreement.newcomers.isdisjoint(agreement.in_buckets)):
         _go_on_with(reducer, agreement)
         raise RankMismatchError(
             f"{', '.join(sorted(agreement.newcomers))} was replaced, cast or unfrozen on some ranks only, and its gradient lies in a "
@@ -178,7 +195,9 @@ def _go_on_with(reducer: Reducer, agreement: Agreement) -> None:
     reducer.adopt(ParameterSet(reducer.module, reducer.ignored, agreement.sparse), agreement.ready_order, agreement.fires)
 
 
-def _put_in_place(reducer: Reducer, reduction: Reduction, used: list[bool], newcomers: Collection[str], *, void: bool) -> None:
+def _put_in_place(
+    reducer: Reducer, reduction: Reduction, fires: Sequence[int], used: list[bool], newcomers: Collection[str], *, void: bool
+) -> None:
     reduction.average_sparse(reducer.parameters.parameters, used, void=void)
     if void:
         return
@@ -186,7 +205,7 @@ def _put_in_place(reducer: Reducer, reduction: Reduction, used: list[bool], newc
     names = reducer.parameters.names
     places = [flag and name not in newcomers for flag, name in zip(somewhere, names, strict=True)] if newcomers else somewhere
     reduction.write_back(places, with_norms=reducer.norms.wanted)
-    idle = reducer.record.averaged(reduction, reducer.parameters, used, somewhere)
+    idle = reducer.record.averaged(reduction, reducer.parameters, fires, used, somewhere)
     if idle and reducer.warns_of_unused:
         reducer.warns_of_unused = False
         warnings.warn(
@@ -209,4 +228,7 @@ def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collectio
     reduction.average_sparse(present.parameters, used, void=void)
     _raise_for(reduction.wait(), reducer.communicator.rank)
     if not void:
-        reduction.write_back(reduction.used_somewhere(used))
+        somewhere = reduction.used_somewhere(used)
+        reduction.write_back(somewhere)
+        elsewhere = zip(present.parameters, used, somewhere, strict=True)
+        reducer.record.brought += [p for p, here, anywhere in elsewhere if anywhere and not here]

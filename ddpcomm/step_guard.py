@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,16 +16,18 @@ class StepGuard:
     """Looks at every optimizer's step in this process, until it is closed.
 
     Args:
-        unsynchronized: returns the names and reasons of parameters whose gradients are this rank's own, by id.
+        unsynchronized: a method that returns the names and reasons of parameters whose gradients are this rank's own, by id. Its object
+            isn't kept alive.
     """
 
     def __init__(self, unsynchronized: Callable[[], Mapping[int, tuple[str, str]]]) -> None:
-        self._unsynchronized = unsynchronized
+        self._unsynchronized = weakref.WeakMethod(unsynchronized)  # torch keeps the hook for ever
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
-        found = self._unsynchronized()
+        ask = self._unsynchronized()
+        found = ask() if ask is not None else None
         if not found:
             return
         parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]

@@ -28,16 +28,17 @@ class GradientTable {
         }
     }
 
-    // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself, nor a tensor of the
-    // parameter's dtype and device with the view's strides. None and complex ones are always odd.
+    // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself nor a tensor of the
+    // parameter's dtype and device with the view's strides, or whose view is no longer in its place. None and complex ones are always odd.
     py::tuple gather() const {
         const py::ssize_t count = static_cast<py::ssize_t>(parameters_.size());
         py::list gradients(count);
         py::list odd;
         for (py::ssize_t i = 0; i < count; ++i) {
             const py::object gradient = grad_of(i);
-            const bool placed = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i) && places_[i].simple();
-            if (!placed && (gradient.is_none() || !is_plain(gradient.ptr(), places_[i]))) odd.append(i);
+            const bool is_view = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i);
+            if (gradient.is_none() || !(is_view || is_plain(gradient.ptr(), places_[i])) || (views_are_out_ && !is_placed(i)))
+                odd.append(i);
             PyList_SET_ITEM(gradients.ptr(), i, gradient.inc_ref().ptr());
         }
         return py::make_tuple(gradients, odd);
@@ -53,7 +54,8 @@ class GradientTable {
     }
 
     // Makes the view the .grad of every parameter that is flagged and doesn't have it yet.
-    void assign_views(const py::list& gradients, const std::vector<bool>& flags) const {
+    void assign_views(const py::list& gradients, const std::vector<bool>& flags) {
+        views_are_out_ = true;
         for (std::size_t i = 0; i < flags.size(); ++i) {
             const py::handle view = views_[i];
             if (flags[i] && gradients[i].ptr() != view.ptr() && PyObject_SetAttr(parameters_[i].ptr(), grad_.ptr(), view.ptr()) != 0)
@@ -75,6 +77,11 @@ class GradientTable {
         return py::reinterpret_steal<py::object>(gradient);
     }
 
+    // Casting or moving a module gives other memory to the tensors that are its gradients.
+    bool is_placed(py::ssize_t i) const {
+        return places_[i].simple() && reader_->lies_at(PyList_GET_ITEM(views_.ptr(), i), places_[i].view);
+    }
+
     bool is_plain(PyObject* gradient, const Place& place) const {
         if (!place.simple() || !reader_->matches(gradient, place.view, place.parameter)) return false;
         PyObject* const negative = PyObject_CallMethodNoArgs(gradient, is_neg_.ptr());
@@ -89,6 +96,7 @@ class GradientTable {
     py::object grad_;
     py::object is_neg_;
     std::vector<Place> places_;
+    bool views_are_out_ = false;  // others than the bucket have seen them
 };
 
 }  // namespace

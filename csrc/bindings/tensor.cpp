@@ -35,6 +35,8 @@ bool is_dense(std::int32_t ndim, const std::int64_t* shape, const std::int64_t* 
     return true;
 }
 
+void* data_of(const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
+
 const dlpack::ExchangeApi* find_api(py::handle tensor_type) {
     if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
     const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -42,6 +44,16 @@ const dlpack::ExchangeApi* find_api(py::handle tensor_type) {
     if (!api) throw py::error_already_set();
     while (api && api->major_version != dlpack::kMajorVersion) api = api->previous;
     return api;
+}
+
+bool agrees(const dlpack::Tensor& tensor, const TensorDescription& strides, const TensorDescription& kind) {
+    if (tensor.dtype_code != kind.dtype.code || tensor.dtype_bits != kind.dtype.bits || tensor.device_type != kind.device_type ||
+        tensor.device_id != kind.device_id || tensor.ndim != static_cast<std::int32_t>(strides.shape.size()))
+        return false;
+    for (std::int32_t i = 0; i < tensor.ndim; ++i) {
+        if (tensor.shape[i] != strides.shape[i] || (tensor.shape[i] > 1 && tensor.strides[i] != strides.strides[i])) return false;
+    }
+    return true;
 }
 
 }  // namespace
@@ -59,7 +71,7 @@ TensorView TensorReader::read(PyObject* object) const {
     if (api_->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
     std::int64_t numel = 1;
     for (std::int32_t i = 0; i < tensor.ndim; ++i) numel *= tensor.shape[i];
-    return {static_cast<char*>(tensor.data) + tensor.byte_offset,
+    return {data_of(tensor),
             {tensor.dtype_code, tensor.dtype_bits},
             numel,
             tensor.device_type == dlpack::kCpu,
@@ -74,6 +86,7 @@ TensorDescription TensorReader::describe(PyObject* object) const {
         return {};
     }
     return {true,
+            data_of(tensor),
             {tensor.dtype_code, tensor.dtype_bits},
             tensor.device_type,
             tensor.device_id,
@@ -88,13 +101,17 @@ bool TensorReader::matches(PyObject* object, const TensorDescription& strides, c
         PyErr_Clear();
         return false;
     }
-    if (tensor.dtype_code != kind.dtype.code || tensor.dtype_bits != kind.dtype.bits || tensor.device_type != kind.device_type ||
-        tensor.device_id != kind.device_id || tensor.ndim != static_cast<std::int32_t>(strides.shape.size()))
+    return agrees(tensor, strides, kind);
+}
+
+bool TensorReader::lies_at(PyObject* object, const TensorDescription& place) const {
+    if (!place.complete) return false;
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_py_object(object, &tensor) != 0) {
+        PyErr_Clear();
         return false;
-    for (std::int32_t i = 0; i < tensor.ndim; ++i) {
-        if (tensor.shape[i] != strides.shape[i] || (tensor.shape[i] > 1 && tensor.strides[i] != strides.strides[i])) return false;
     }
-    return true;
+    return data_of(tensor) == place.data && agrees(tensor, place, place);
 }
 
 TensorView TensorReader::read_attributes(PyObject* object) const {

@@ -22,6 +22,7 @@ struct TensorView {
 // What another tensor is compared with. `complete` is false where that can't be told fast: nothing matches then.
 struct TensorDescription {
     bool complete = false;
+    const void* data = nullptr;
     Dtype dtype{};
     std::int32_t device_type = 0;
     std::int32_t device_id = 0;
@@ -44,6 +45,9 @@ class TensorReader {
 
     // Whether a tensor has the shape and strides of one description, and dtype and device of another. Through DLPack alone, else false.
     bool matches(PyObject* object, const TensorDescription& strides, const TensorDescription& kind) const;
+
+    // Whether a tensor is all that a description says, and lies where it says. Through DLPack alone, else false.
+    bool lies_at(PyObject* object, const TensorDescription& place) const;
 
     bool uses_dlpack() const { return api_ != nullptr; }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ __all__ = [
     "TorchDDP",
     "active_ddp",
     "active_module",
+    "all_groups",
+    "count_optimizer_hooks",
     "default_group",
     "environment_facts",
     "take_over_optimizer_hooks",
@@ -48,6 +51,17 @@ def active_ddp() -> nn.Module | None:
 def default_group() -> ProcessGroup | None:
     """The default process group, or None before `init_process_group`."""
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def all_groups() -> list[ProcessGroup]:
+    """The process groups that this process is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def count_optimizer_hooks() -> int:
+    """How many steps of optimizers `_apply_optimizer_in_backward` has attached to parameters, in the whole process."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return 0 if module is None else sum(map(len, module.param_to_optim_hook_handle_map.values()))
 
 
 def take_over_optimizer_hooks(parameters: list[torch.Tensor]) -> list[Callable[[], None]]:

@@ -18,7 +18,10 @@ __all__ = ["Quantized", "WireFormat", "bf16", "fp16", "quantized"]
 
 @dataclass(frozen=True)
 class WireFormat:
-    """Gradients travel, and are summed, in `dtype`, each divided by the world size before it is cast. CPU and CUDA."""
+    """Gradients travel, and are summed, in `dtype`, each divided by the world size before it is cast; complex ones in their own.
+
+    CPU and CUDA.
+    """
 
     dtype: torch.dtype
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,22 @@ def move_to_other_memory(model: Fork) -> None:
         parameter.data = parameter.data.clone()
 
 
+def channels_last(model: Fork) -> None:
+    """Exchanges the memory of the gradients too, beneath the same tensors."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.t().contiguous().t()
+
+
+def move_gradients_too(model: Fork) -> None:
+    move_to_other_memory(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data.clone()
+
+
 def low_rank_then_merged(model: Fork) -> None:
     """As with a parametrisation that is put on and taken off."""
     nn.utils.parametrize.register_parametrization(model.left, "weight", Doubled())
@@ -127,6 +144,8 @@ SEQUENCES: dict[str, list[Change]] = {
     "resized": [resize_in_place],
     "transposed": [transpose_in_place],
     "moved": [move_to_other_memory],
+    "moved with gradients": [move_gradients_too, move_gradients_too],
+    "memory order": [channels_last, move_gradients_too],
     "parametrised": [low_rank_then_merged, merge],
     "several": [freeze_trunk, replace_weight, unfreeze_trunk, cast_to_double, tie_arms],
 }
@@ -156,18 +175,21 @@ def test_change_on_all_ranks(rank: RankContext, name: str) -> None:
                     trial.step(in_the_trunks_dtype, whole_numbers(10 * number + turn, 5, 3))
 
 
-@pytest.mark.parametrize("name", ["frozen", "unfrozen", "loaded by assignment", "weight replaced", "moved"])
+UPON_GRADIENTS = ["frozen", "unfrozen", "weight replaced", "moved", "moved with gradients", "memory order", "cast"]
+
+
+@pytest.mark.parametrize("name", UPON_GRADIENTS)
 @on_two_ranks
 def test_change_upon_gradients(rank: RankContext, name: str) -> None:
     """The gradients that are there are accumulated into."""
     for options in BUCKETS_AND_VIEWS:
         trial = Trial(rank, Fork, **options)
         for turn in range(2):
-            trial.step(both_arms, whole_numbers(turn, 5, 3))
+            trial.step(in_the_trunks_dtype, whole_numbers(turn, 5, 3))
         for number, change in enumerate(SEQUENCES[name]):
             trial.change(change)
             for turn in range(2):
-                trial.step(both_arms, whole_numbers(10 * number + turn, 5, 3), zero_grad=False)
+                trial.step(in_the_trunks_dtype, whole_numbers(10 * number + turn, 5, 3), zero_grad=False)
 
 
 ONE_SIDED: dict[str, tuple[Change, str]] = {
@@ -207,7 +229,7 @@ def test_change_on_one_rank(rank: RankContext, name: str, where: int) -> None:
 @on_two_ranks
 def test_replaced_on_one_rank(rank: RankContext, change: Change) -> None:
     """By another of the same shape. Averaged all the same, or refused once, where the gradient's memory had gone out: never local."""
-    for options in BUCKETS_AND_VIEWS:
+    for options, set_to_none in itertools.product(BUCKETS_AND_VIEWS, (True, False)):
         trial = Trial(rank, Fork, **options)
         trial.step(both_arms, whole_numbers(1, 5, 3))
         if rank.rank == 1:
@@ -217,8 +239,8 @@ def test_replaced_on_one_rank(rank: RankContext, change: Change) -> None:
             theirs = copy.deepcopy(trial.oracle.replicas[1])
             change(theirs)
             trial.oracle.replicas[1].load_state_dict(theirs.state_dict())
-        if options["gradient_as_bucket_view"] and change is not move_to_other_memory:
-            trial.zero_grad()
+        trial.change(lambda model, set_to_none=set_to_none: model.zero_grad(set_to_none))
+        if options["gradient_as_bucket_view"] and not set_to_none and change is not move_to_other_memory:
             with raises_everywhere(RankMismatchError, "left.weight"):
                 run(both_arms, trial.ddp, whole_numbers(2, 5, 3)[rank.rank])
         for turn in range(2):
