@@ -31,15 +31,18 @@ DTYPES: dict[torch.dtype, tuple[int, int]] = {
     torch.float8_e5m2: (12, 8),
 }
 
+_DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
+
 reader = _native.TensorReader(Tensor, DTYPES)
 
 
 class FlattenPlan:
-    """See `ddpcomm.plans.FlattenImplementation`. `instruction_set` is one of `_native.instruction_sets()`; "" means the best."""
+    """See `ddpcomm.implementations.FlattenImplementation`. `instruction_set` is one of `_native.instruction_sets()`; "" means the best."""
 
     def __init__(
         self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype, instruction_set: str = ""
     ) -> None:
+        self._count = len(numels)
         self._plan = _native.FlattenPlan(reader, numels, offsets, total_numel, DTYPES[dtype], instruction_set)
 
     def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
@@ -51,18 +54,34 @@ class FlattenPlan:
         else:
             statistics[0], statistics[1] = self._plan.unflatten_with_norm(flat, tensors, scale, torch.get_num_threads())
 
+    def groups(
+        self, tensors: Sequence[Tensor | None], flat: Tensor, scale: float, *, into_buffer: bool, accumulate: bool
+    ) -> list[tuple[torch.dtype, list[int]]]:
+        """Checks a call on any device. Returns the tensors' addresses as `ddpcomm.kernels.addresses.Groups`."""
+        return [(_DTYPE_OF[code], each) for code, each in self._plan.addresses(tensors, flat, scale, into_buffer, accumulate)]
+
+    def check_buffer(self, flat: Tensor) -> None:
+        """Whether `flat`, on any device, is as the layout was made for."""
+        self._plan.addresses([None] * self._count, flat, 1.0, False, False)
+
     def norm(self, flat: Tensor, statistics: Tensor) -> None:
         statistics[0], statistics[1] = self._plan.norm(flat, torch.get_num_threads())
 
 
 class QuantisePlan:
-    """See `ddpcomm.plans.QuantiseImplementation`."""
+    """See `ddpcomm.implementations.QuantiseImplementation`."""
 
     def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, code: str, instruction_set: str = "") -> None:
         self._plan = _native.QuantisePlan(reader, numels, offsets, total_numel, code, instruction_set)
 
     def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
         self._plan.quantise(tensors, codes, scales, residual, scale, torch.get_num_threads())
+
+    def groups(
+        self, tensors: Sequence[Tensor | None], codes: Tensor, scale: float, *, into_buffer: bool, accumulate: bool
+    ) -> list[tuple[torch.dtype, list[int]]]:
+        """As `FlattenPlan.groups`."""
+        return [(_DTYPE_OF[code], each) for code, each in self._plan.addresses(tensors, codes, scale, into_buffer, accumulate)]
 
     def dequantise(self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float, accumulate: bool) -> None:
         self._plan.dequantise(codes, scales, tensors, scale, accumulate, torch.get_num_threads())

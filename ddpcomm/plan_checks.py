@@ -21,14 +21,14 @@ class CallCheck:
     """What the native plans check in C++, for the others. Raises ValueError and TypeError."""
 
     def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype) -> None:
-        self.numels = tuple(numels)
+        self._numels = tuple(numels)
         self._offsets = tuple(offsets)
         self._total_numel = total_numel
         self._dtype = dtype
 
-    def __call__(self, tensors: Sequence[Tensor | None], buffer: Tensor, scale: float, accumulate: bool, *, into_buffer: bool) -> None:
-        check_flat("buffer", buffer, self._dtype, self._total_numel, buffer.device)
-        self.tensors(tensors, buffer.device, self._dtype, scale, accumulate, into_buffer=into_buffer)
+    def __call__(self, tensors: Sequence[Tensor | None], buffer: Tensor, scale: float, accumulate: bool) -> None:
+        self.buffer(buffer)
+        self.tensors(tensors, buffer.device, scale, accumulate)
         start = buffer.data_ptr()
         end = start + buffer.numel() * buffer.element_size()
         for i, (tensor, offset) in enumerate(zip(tensors, self._offsets, strict=True)):
@@ -39,19 +39,14 @@ class CallCheck:
             if overlaps and not (tensor.dtype == self._dtype and begin == start + offset * tensor.element_size()):
                 raise ValueError(f"tensor {i} overlaps the buffer, but not at its own place in it")
 
-    def tensors(
-        self,
-        tensors: Sequence[Tensor | None],
-        device: torch.device,
-        dtype: torch.dtype,
-        scale: float,
-        accumulate: bool,
-        *,
-        into_buffer: bool,
-    ) -> None:
-        if len(tensors) != len(self.numels):
-            raise ValueError(f"there are {len(tensors)} tensors, the layout has {len(self.numels)}")
-        for i, (tensor, numel) in enumerate(zip(tensors, self.numels, strict=True)):
+    def buffer(self, buffer: Tensor) -> None:
+        check_flat("buffer", buffer, self._dtype, self._total_numel, buffer.device)
+
+    def tensors(self, tensors: Sequence[Tensor | None], device: torch.device, scale: float, accumulate: bool) -> None:
+        """Of the tensors alone. device: the buffer's."""
+        if len(tensors) != len(self._numels):
+            raise ValueError(f"there are {len(tensors)} tensors, the layout has {len(self._numels)}")
+        for i, (tensor, numel) in enumerate(zip(tensors, self._numels, strict=True)):
             if tensor is None:
                 continue
             if not isinstance(tensor, Tensor):
@@ -60,8 +55,8 @@ class CallCheck:
                 raise ValueError(f"tensor {i} is on {tensor.device}, the buffer on {device}")
             if tensor.numel() != numel:
                 raise ValueError(f"tensor {i} has {tensor.numel()} elements, the layout {numel}")
-            if not _supported(tensor.dtype, dtype, scale, accumulate):
-                raise TypeError(f"tensor {i} has dtype {tensor.dtype}, which can't be scaled, added or cast to or from {dtype}")
+            if not _supported(tensor.dtype, self._dtype, scale, accumulate):
+                raise TypeError(f"tensor {i} has dtype {tensor.dtype}, which can't be scaled, added or cast to or from {self._dtype}")
 
 
 def _supported(one: torch.dtype, other: torch.dtype, scale: float, accumulate: bool) -> bool:

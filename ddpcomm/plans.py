@@ -1,37 +1,24 @@
 """Plans: an operation between one flat buffer and tensors of the same sizes at the same places, many times over.
 
-What can be checked and computed beforehand is, so that a call costs little besides the copy. Here also is what an implementation has to
-offer, and how one is chosen.
+What can be checked and computed beforehand is, so that a call costs little besides the copy. Here also is how an implementation is
+chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ddpcomm import env, native
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
-from ddpcomm.kernels import plain, reference
-from ddpcomm.plan_checks import CallCheck, check_flat, check_statistics, typed, typed_errors
+from ddpcomm.implementations import flatten_implementation, quantise_implementation
+from ddpcomm.implementations import names as implementation_names
+from ddpcomm.kernels import reference
+from ddpcomm.plan_checks import check_flat, check_statistics, typed, typed_errors
 
 OPERATIONS = ("flatten", "unflatten", "norm", "quantise", "dequantise")
-
-
-class FlattenImplementation(Protocol):
-    """`statistics` is two float64 on the plan's device that are overwritten: sum of squares, and number of values that are not finite."""
-
-    def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None: ...
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None: ...
-    def norm(self, flat: Tensor, statistics: Tensor) -> None: ...
-
-
-class QuantiseImplementation(Protocol):
-    def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None: ...
-    def dequantise(self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float, accumulate: bool) -> None: ...
 
 
 def implementations(op: str, device: torch.device | str) -> tuple[str, ...]:
@@ -42,47 +29,7 @@ def implementations(op: str, device: torch.device | str) -> tuple[str, ...]:
     """
     if op not in OPERATIONS:
         raise ConfigurationError(f"implementations: op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    kind = torch.device(device).type
-    if kind == "cpu":
-        return ("native", "torch")
-    if kind != "cuda":
-        return ("torch",)
-    installed = {"triton": "triton", "cuda": "cupy"}
-    return (*(name for name, package in installed.items() if find_spec(package) is not None), "torch")
-
-
-def _flatten_implementation(
-    name: str, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype, device: torch.device
-) -> FlattenImplementation:
-    plan: FlattenImplementation
-    if name == "triton":
-        from ddpcomm.kernels import triton_plans
-
-        plan = triton_plans.FlattenPlan(numels, offsets, total_numel, dtype, device)
-    elif name == "cuda":
-        from ddpcomm.kernels import cuda_plans
-
-        plan = cuda_plans.FlattenPlan(numels, offsets, total_numel, dtype, device)
-    else:
-        plan = plain.FlattenPlan(numels, offsets, total_numel, dtype)
-    return plan
-
-
-def _quantise_implementation(
-    name: str, numels: Sequence[int], offsets: Sequence[int], total_numel: int, code: str, device: torch.device
-) -> QuantiseImplementation:
-    plan: QuantiseImplementation
-    if name == "triton":
-        from ddpcomm.kernels import triton_plans
-
-        plan = triton_plans.QuantisePlan(numels, offsets, total_numel, code, device)
-    elif name == "cuda":
-        from ddpcomm.kernels import cuda_plans
-
-        plan = cuda_plans.QuantisePlan(numels, offsets, total_numel, code, device)
-    else:
-        plan = plain.QuantisePlan(numels, offsets, total_numel, code)
-    return plan
+    return implementation_names(torch.device(device))
 
 
 def choose(op: str, device: torch.device, implementation: str | None) -> str:
@@ -133,18 +80,11 @@ class FlattenPlan:
         if dtype not in native.DTYPES:
             raise ConfigurationTypeError(f"FlattenPlan: a buffer can't have dtype {dtype}")
         with typed_errors("FlattenPlan"):
-            native_plan = native.FlattenPlan(numels, offsets, total_numel, dtype)  # checks the layout
-        self._check: CallCheck | None = None
-        self._plan: FlattenImplementation = native_plan
-        if self.implementation != "native":
-            self._check = CallCheck(numels, offsets, total_numel, dtype)
-            self._plan = _flatten_implementation(self.implementation, numels, offsets, total_numel, dtype, self.device)
+            self._plan = flatten_implementation(self.implementation, numels, offsets, total_numel, dtype, self.device)
 
     def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float = 1.0, accumulate: bool = False) -> None:
         """Copies `tensors` to their places in `out`, as `ops.flatten` does. None entries cover nothing."""
         try:
-            if self._check is not None:
-                self._check(tensors, out, scale, accumulate, into_buffer=True)
             self._plan.flatten(tensors, out, scale, accumulate)
         except (ValueError, TypeError) as error:
             raise typed("flatten", error) from None
@@ -152,8 +92,6 @@ class FlattenPlan:
     def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0, statistics: Tensor | None = None) -> None:
         """Fills `tensors` from their places in `flat`, as `ops.unflatten` does. None entries are skipped."""
         try:
-            if self._check is not None:
-                self._check(tensors, flat, scale, False, into_buffer=False)
             if statistics is not None:
                 check_statistics(statistics, self.device)
             self._plan.unflatten(flat, tensors, scale, statistics)
@@ -163,8 +101,6 @@ class FlattenPlan:
     def norm(self, flat: Tensor, statistics: Tensor) -> None:
         """What `unflatten` into tensors of `flat`'s own dtype, with scale 1, would put into `statistics`; nothing is copied."""
         with typed_errors("norm"):
-            if self._check is not None:
-                self._check([None] * len(self._check.numels), flat, 1.0, False, into_buffer=False)
             check_statistics(statistics, self.device)
             self._plan.norm(flat, statistics)
 
@@ -191,11 +127,7 @@ class QuantisePlan:
         self._blocks = total_numel // reference.QUANTISED_BLOCK
         self._total_numel = total_numel
         with typed_errors("QuantisePlan"):
-            native_plan = native.QuantisePlan(numels, offsets, total_numel, code)  # checks the layout
-        self._check = CallCheck(numels, offsets, total_numel, torch.float32)
-        self._plan: QuantiseImplementation = native_plan
-        if self.implementation != "native":
-            self._plan = _quantise_implementation(self.implementation, numels, offsets, total_numel, code, self.device)
+            self._plan = quantise_implementation(self.implementation, numels, offsets, total_numel, code, self.device)
 
     def quantise(
         self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float = 1.0, residual: Tensor | None = None
@@ -205,7 +137,6 @@ class QuantisePlan:
             self._check_buffers(codes, scales)
             if residual is not None:
                 check_flat("residual", residual, torch.float32, self._total_numel, self.device)
-            self._check.tensors(tensors, codes.device, torch.float32, scale, False, into_buffer=True)
             self._plan.quantise(tensors, codes, scales, scale, residual)
 
     def dequantise(
@@ -214,7 +145,6 @@ class QuantisePlan:
         """Fills `tensors` with what codes and scales stand for, times `scale`, or adds it. See `ops.dequantise`."""
         with typed_errors("dequantise"):
             self._check_buffers(codes, scales)
-            self._check.tensors(tensors, codes.device, torch.float32, scale, accumulate, into_buffer=False)
             self._plan.dequantise(codes, scales, tensors, scale, accumulate)
 
     def _check_buffers(self, codes: Tensor, scales: Tensor) -> None:

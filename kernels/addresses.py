@@ -1,4 +1,7 @@
-"""The addresses of a call's tensors, as the device kernels take them."""
+"""The addresses of a call's tensors, as the device kernels take them: in groups of one dtype, a launch each.
+
+`ddpcomm._native` reads them much faster than `group` here, and checks the call on the way.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ from torch import Tensor
 
 from .tiles import ABSENT, OTHER
 
+Groups = Sequence[tuple[torch.dtype, list[int]]]
+"""For each dtype that occurs (one at least), an address for each tensor: ABSENT in the first group, OTHER in the rest, where there is no
+tensor; OTHER where the tensor has another dtype."""
 
-def addresses_of(tensors: Sequence[Tensor | None], dtype: torch.dtype, absent: int = ABSENT) -> list[int]:
-    """Addresses of those of `dtype`; `absent` and OTHER in place of the rest."""
-    return [absent if tensor is None else tensor.data_ptr() if tensor.dtype == dtype else OTHER for tensor in tensors]
 
-
-def source_dtypes(tensors: Sequence[Tensor | None], default: torch.dtype) -> list[torch.dtype]:
-    """The dtypes that occur, each once: a kernel is launched for each. `default` where there is no tensor at all."""
-    return list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor is not None)) or [default]
+def group(tensors: Sequence[Tensor | None], default: torch.dtype) -> Groups:
+    """`default` is the dtype of the only group where there is no tensor at all."""
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor is not None and tensor.numel() > 0)) or [default]
+    groups = []
+    for number, dtype in enumerate(dtypes):
+        none = ABSENT if number == 0 else OTHER
+        present = [tensor if tensor is not None and tensor.numel() > 0 else None for tensor in tensors]
+        groups.append((dtype, [none if t is None else t.data_ptr() if t.dtype == dtype else OTHER for t in present]))
+    return groups

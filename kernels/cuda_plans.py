@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .addresses import addresses_of, source_dtypes
+from .addresses import Groups
 from .cuda_launch import Argument, CudaLauncher, Launcher
-from .tiles import ABSENT, OTHER, AddressTable, tile_table
+from .tiles import AddressTable, tile_table
 
 ARGUMENT_SIZES = (480, 4000)
 """How many addresses a kernel can take by value, in two sizes."""
@@ -80,7 +80,7 @@ class _Tiles:
 
 
 class FlattenPlan:
-    """See `ddpcomm.plans.FlattenImplementation`. launcher: for tests; None means the GPU's."""
+    """See `ddpcomm.implementations.DeviceFlattenPlan`. launcher: for tests; None means the GPU's."""
 
     def __init__(
         self,
@@ -95,23 +95,22 @@ class FlattenPlan:
         self._launcher = launcher or CudaLauncher(device)
         self._tiles = _Tiles([n * parts for n in numels], [o * parts for o in offsets], total_numel * parts, device, self._launcher)
 
-    def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
+    def flatten(self, groups: Groups, out: Tensor, scale: float, accumulate: bool) -> None:
         tiles = self._tiles.with_gaps
         if len(tiles) == 0:
             return
-        for i, dtype in enumerate(source_dtypes(tensors, out.dtype)):
-            addresses = addresses_of(tensors, dtype, absent=ABSENT if i == 0 else OTHER)
+        for dtype, addresses in groups:
             self._tiles.launch("flatten", _conversion(dtype, out.dtype, scale, accumulate), tiles, addresses, dtype, float(scale), out)
 
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None:
+    def unflatten(self, flat: Tensor, groups: Groups, scale: float, statistics: Tensor | None) -> None:
         tiles = self._tiles.without_gaps
         partials = torch.zeros(len(tiles) if statistics is not None else 0, 2, dtype=torch.float64, device=flat.device)
         if len(tiles) > 0:
-            for dtype in source_dtypes(tensors, flat.dtype):
+            for dtype, addresses in groups:
                 macros = {**_conversion(flat.dtype, dtype, scale, False), "NORM": int(statistics is not None)}
                 if statistics is not None:
                     macros.update(SOURCE=_TYPES[flat.dtype], RESULT=_TYPES[dtype], COPY=0)
-                self._tiles.launch("unflatten", macros, tiles, addresses_of(tensors, dtype), dtype, float(scale), flat, partials)
+                self._tiles.launch("unflatten", macros, tiles, addresses, dtype, float(scale), flat, partials)
         if statistics is not None:
             self._sum(flat.dtype, partials, statistics)
 
@@ -127,7 +126,7 @@ class FlattenPlan:
 
 
 class QuantisePlan:
-    """See `ddpcomm.plans.QuantiseImplementation`. Codes and residual are aligned to 16 bytes, as every allocation of torch's is."""
+    """See `ddpcomm.implementations.DeviceQuantisePlan`. Codes and residual are aligned to 16 bytes, as every allocation of torch's is."""
 
     def __init__(
         self,
@@ -141,25 +140,24 @@ class QuantisePlan:
         self._tiles = _Tiles(numels, offsets, total_numel, device, launcher or CudaLauncher(device))
         self._code = _CODES[code]
 
-    def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
+    def quantise(self, groups: Groups, codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
         tiles = self._tiles.with_gaps
         _check_aligned(codes=codes, residual=residual)
         if len(tiles) == 0:
             return
-        for i, dtype in enumerate(source_dtypes(tensors, torch.float32)):
+        for dtype, addresses in groups:
             macros = {"SOURCE": _TYPES[dtype], "CODE": self._code, "FEEDBACK": int(residual is not None)}
-            addresses = addresses_of(tensors, dtype, absent=ABSENT if i == 0 else OTHER)
             kept = scales if residual is None else residual
             self._tiles.launch("quantise", macros, tiles, addresses, dtype, float(scale), kept, codes, scales)
 
-    def dequantise(self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float, accumulate: bool) -> None:
+    def dequantise(self, codes: Tensor, scales: Tensor, groups: Groups, scale: float, accumulate: bool) -> None:
         tiles = self._tiles.without_gaps
         _check_aligned(codes=codes)
         if len(tiles) == 0:
             return
-        for dtype in source_dtypes(tensors, torch.float32):
+        for dtype, addresses in groups:
             macros = {"RESULT": _TYPES[dtype], "CODE": self._code, "ACCUMULATE": int(accumulate)}
-            self._tiles.launch("dequantise", macros, tiles, addresses_of(tensors, dtype), dtype, float(scale), codes, scales)
+            self._tiles.launch("dequantise", macros, tiles, addresses, dtype, float(scale), codes, scales)
 
 
 def _check_aligned(**buffers: Tensor | None) -> None:

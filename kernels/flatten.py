@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .addresses import addresses_of, source_dtypes
+from .addresses import Groups
 from .numbers import element_of, format_of, narrow, real_parts, widen
-from .tiles import ABSENT, COLUMNS, OTHER, TILE, AddressTable, tile_table
+from .tiles import COLUMNS, TILE, AddressTable, tile_table
 
 WARPS = 8
 
@@ -149,14 +149,13 @@ class Flatten:
         self._count = len(numels)
         self._device = device
 
-    def __call__(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
+    def __call__(self, groups: Groups, out: Tensor, scale: float, accumulate: bool) -> None:
         if len(self._tiles) == 0:
             return
-        for i, dtype in enumerate(source_dtypes(tensors, out.dtype)):
+        for dtype, addresses in groups:
             table = self._tables.get(dtype)
             if table is None:
                 table = self._tables[dtype] = AddressTable(self._count, self._device)
-            addresses = addresses_of(tensors, dtype, absent=ABSENT if i == 0 else OTHER)
             flatten_kernel[(len(self._tiles),)](
                 table(addresses),
                 self._tiles,

@@ -11,7 +11,7 @@ from . import reference
 
 
 class FlattenPlan:
-    """See `ddpcomm.plans.FlattenImplementation`."""
+    """See `ddpcomm.implementations.FlattenImplementation`."""
 
     def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype) -> None:
         del total_numel, dtype
@@ -34,7 +34,7 @@ class FlattenPlan:
 
 
 class QuantisePlan:
-    """See `ddpcomm.plans.QuantiseImplementation`."""
+    """See `ddpcomm.implementations.QuantiseImplementation`."""
 
     def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, code: str) -> None:
         del numels

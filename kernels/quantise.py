@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .addresses import addresses_of, source_dtypes
+from .addresses import Groups
 from .flatten import WARPS, Factor
 from .numbers import element_of, format_of, narrow, widen
 from .reference import CODES, QUANTISED_BLOCK
-from .tiles import ABSENT, COLUMNS, OTHER, TILE, AddressTable, tile_table
+from .tiles import COLUMNS, TILE, AddressTable, tile_table
 
 
 @triton.jit
@@ -158,19 +158,18 @@ class Quantise:
         self._count = len(numels)
         self._device = device
 
-    def _addresses(self, tensors: Sequence[Tensor | None], dtype: torch.dtype, absent: int) -> Tensor:
-        table = self._tables.get(dtype)
-        if table is None:
-            table = self._tables[dtype] = AddressTable(self._count, self._device)
-        return table(addresses_of(tensors, dtype, absent))
+    def _table(self, dtype: torch.dtype) -> AddressTable:
+        if dtype not in self._tables:
+            self._tables[dtype] = AddressTable(self._count, self._device)
+        return self._tables[dtype]
 
-    def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
+    def quantise(self, groups: Groups, codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
         if len(self._with_gaps) == 0:
             return
-        for i, dtype in enumerate(source_dtypes(tensors, torch.float32)):
+        for dtype, addresses in groups:
             source = format_of(dtype)
             quantise_kernel[(len(self._with_gaps),)](
-                self._addresses(tensors, dtype, ABSENT if i == 0 else OTHER),
+                self._table(dtype)(addresses),
                 self._with_gaps,
                 self._factor(scale),
                 scales if residual is None else residual,
@@ -189,13 +188,13 @@ class Quantise:
                 enable_fp_fusion=False,
             )
 
-    def dequantise(self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float, accumulate: bool) -> None:
+    def dequantise(self, codes: Tensor, scales: Tensor, groups: Groups, scale: float, accumulate: bool) -> None:
         if len(self._without_gaps) == 0:
             return
-        for dtype in source_dtypes(tensors, torch.float32):
+        for dtype, addresses in groups:
             result = format_of(dtype)
             dequantise_kernel[(len(self._without_gaps),)](
-                self._addresses(tensors, dtype, ABSENT),
+                self._table(dtype)(addresses),
                 self._without_gaps,
                 self._factor(scale),
                 codes,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .addresses import Groups
 from .flatten import Flatten
 from .norm import Norm
 from .quantise import Quantise
@@ -14,7 +15,7 @@ from .unflatten import Unflatten
 
 
 class FlattenPlan:
-    """See `ddpcomm.plans.FlattenImplementation`. What an operation needs is built when it is first used."""
+    """See `ddpcomm.implementations.DeviceFlattenPlan`. What an operation needs is built when it is first used."""
 
     def __init__(self, numels: Sequence[int], offsets: Sequence[int], total_numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = (tuple(numels), tuple(offsets), total_numel, dtype, device)
@@ -22,15 +23,15 @@ class FlattenPlan:
         self._unflatten: Unflatten | None = None
         self._norm: Norm | None = None
 
-    def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
+    def flatten(self, groups: Groups, out: Tensor, scale: float, accumulate: bool) -> None:
         if self._flatten is None:
             self._flatten = Flatten(*self._layout)
-        self._flatten(tensors, out, scale, accumulate)
+        self._flatten(groups, out, scale, accumulate)
 
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None:
+    def unflatten(self, flat: Tensor, groups: Groups, scale: float, statistics: Tensor | None) -> None:
         if self._unflatten is None:
             self._unflatten = Unflatten(*self._layout)
-        self._unflatten(flat, tensors, scale, statistics)
+        self._unflatten(flat, groups, scale, statistics)
 
     def norm(self, flat: Tensor, statistics: Tensor) -> None:
         if self._norm is None:
@@ -39,4 +40,4 @@ class FlattenPlan:
 
 
 class QuantisePlan(Quantise):
-    """See `ddpcomm.plans.QuantiseImplementation`."""
+    """See `ddpcomm.implementations.DeviceQuantisePlan`."""

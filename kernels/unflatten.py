@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .addresses import addresses_of, source_dtypes
+from .addresses import Groups
 from .flatten import WARPS, Factor, conversion, convert_block
 from .norm import partial_norm, sum_partials
 from .numbers import real_parts
@@ -79,17 +79,17 @@ class Unflatten:
         self._count = len(numels)
         self._device = device
 
-    def __call__(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None:
+    def __call__(self, flat: Tensor, groups: Groups, scale: float, statistics: Tensor | None) -> None:
         partials = None
         if statistics is not None:
             partials = torch.zeros(len(self._tiles), 2, dtype=torch.float64, device=self._device)
         if len(self._tiles) > 0:
-            for dtype in source_dtypes(tensors, flat.dtype):
+            for dtype, addresses in groups:
                 table = self._tables.get(dtype)
                 if table is None:
                     table = self._tables[dtype] = AddressTable(self._count, self._device)
                 unflatten_kernel[(len(self._tiles),)](
-                    table(addresses_of(tensors, dtype)),
+                    table(addresses),
                     self._tiles,
                     self._factor(scale),
                     flat.view(torch.uint8),

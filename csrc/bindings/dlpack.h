@@ -8,6 +8,8 @@ namespace dlpack {
 
 inline constexpr std::uint32_t kMajorVersion = 1;
 inline constexpr std::int32_t kCpu = 1;
+inline constexpr std::int32_t kCuda = 2;
+inline constexpr std::int32_t kOther = -1;
 
 struct Tensor {
     void* data;

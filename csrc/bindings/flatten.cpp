@@ -45,6 +45,12 @@ class FlattenPlan : public Plan {
         return result(run([&] { return ddpcomm::norm(layout_, buffer, execution(threads)); }));
     }
 
+    py::list addresses(py::handle tensors, py::handle flat, double scale, bool into_buffer, bool accumulate) const {
+        const TensorView buffer = read_flat(flat, "buffer", layout_.dtype, layout_.total_numel);
+        const Direction direction = into_buffer ? Direction::kIntoBuffer : Direction::kOutOfBuffer;
+        return read_addresses(tensors, buffer.data, scale, direction, accumulate, buffer.device);
+    }
+
   private:
     static void check_has_norm(Dtype dtype) {
         const int index = float_index(dtype);
@@ -70,6 +76,9 @@ void bind_flatten(py::module_& module) {
         .def("unflatten", &FlattenPlan::unflatten, py::arg("flat"), py::arg("tensors"), py::arg("scale"), py::arg("threads"))
         .def("unflatten_with_norm", &FlattenPlan::unflatten_with_norm, py::arg("flat"), py::arg("tensors"), py::arg("scale"),
              py::arg("threads"), "Returns (sum of squares, non-finite values) of what was written.")
+        .def("addresses", &FlattenPlan::addresses, py::arg("tensors"), py::arg("flat"), py::arg("scale"), py::arg("into_buffer"),
+             py::arg("accumulate"),
+             "For kernels of other devices: checks a call, and returns for each dtype that occurs ((code, bits), addresses).")
         .def("norm", &FlattenPlan::norm, py::arg("flat"), py::arg("threads"),
              "Returns (sum of squares, non-finite values) of the tensors.");
 }

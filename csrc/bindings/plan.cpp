@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "ddpcomm/copy.h"
@@ -28,19 +29,25 @@ Plan::Plan(std::shared_ptr<TensorReader> reader, std::vector<std::int64_t> numel
     layout_.check();
 }
 
-void* Plan::read_buffer(py::handle tensor, const char* name, Dtype dtype, std::int64_t numel) const {
+TensorView Plan::read_flat(py::handle tensor, const char* name, Dtype dtype, std::int64_t numel) const {
     const TensorView view = reader_->read(tensor.ptr());
     const std::string the = std::string("the ") + name;
-    if (!view.on_cpu) throw std::invalid_argument(the + " is not on the CPU");
     if (view.dtype != dtype) throw py::type_error(the + "'s dtype is not the one that the layout was made for");
     if (view.numel != numel) {
         throw std::invalid_argument(the + " has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(numel));
     }
     if (!view.dense) throw std::invalid_argument(the + " is not contiguous");
+    return view;
+}
+
+void* Plan::read_buffer(py::handle tensor, const char* name, Dtype dtype, std::int64_t numel) const {
+    const TensorView view = read_flat(tensor, name, dtype, numel);
+    if (!view.device.is_cpu()) throw std::invalid_argument(std::string("the ") + name + " is not on the CPU");
     return view.data;
 }
 
-std::vector<Piece> Plan::read_pieces(py::handle tensors, const void* buffer, double scale, Direction direction, bool accumulate) const {
+std::vector<Piece> Plan::read_pieces(py::handle tensors, const void* buffer, double scale, Direction direction, bool accumulate,
+                                     Device device) const {
     const auto sequence = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "tensors must be a sequence"));
     if (!sequence) throw py::error_already_set();
     const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence.ptr()));
@@ -52,16 +59,42 @@ std::vector<Piece> Plan::read_pieces(py::handle tensors, const void* buffer, dou
     for (std::size_t i = 0; i < count; ++i) {
         if (items[i] == Py_None) continue;
         const TensorView view = reader_->read(items[i]);
-        check_piece(i, view, buffer, scale, direction, accumulate);
+        check_piece(i, view, buffer, scale, direction, accumulate, device);
         if (view.numel > 0) pieces[i] = {view.data, view.dtype};
     }
     return pieces;
 }
 
-void Plan::check_piece(std::size_t i, const TensorView& view, const void* buffer, double scale, Direction direction,
-                       bool accumulate) const {
+py::list Plan::read_addresses(py::handle tensors, const void* buffer, double scale, Direction direction, bool accumulate,
+                              Device device) const {
+    constexpr std::int64_t absent = 0, other = -1;
+    const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, direction, accumulate, device);
+    std::vector<Dtype> dtypes;
+    for (const Piece& piece : pieces) {
+        if (piece.data && std::find(dtypes.begin(), dtypes.end(), piece.dtype) == dtypes.end()) dtypes.push_back(piece.dtype);
+    }
+    if (dtypes.empty()) dtypes.push_back(layout_.dtype);
+    py::list groups;
+    for (const Dtype dtype : dtypes) {
+        const std::int64_t in_place_of_none = groups.empty() ? absent : other;
+        py::list addresses(pieces.size());
+        for (std::size_t i = 0; i < pieces.size(); ++i) {
+            const Piece& piece = pieces[i];
+            const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(piece.data));
+            PyList_SET_ITEM(addresses.ptr(), static_cast<Py_ssize_t>(i),
+                            PyLong_FromLongLong(!piece.data            ? in_place_of_none
+                                                : piece.dtype == dtype ? address
+                                                                       : other));
+        }
+        groups.append(py::make_tuple(py::make_tuple(dtype.code, dtype.bits), addresses));
+    }
+    return groups;
+}
+
+void Plan::check_piece(std::size_t i, const TensorView& view, const void* buffer, double scale, Direction direction, bool accumulate,
+                       Device device) const {
     const auto fail = [i](const std::string& what) { return "tensor " + std::to_string(i) + " " + what; };
-    if (!view.on_cpu) throw std::invalid_argument(fail("is not on the CPU"));
+    if (view.device != device) throw std::invalid_argument(fail(device.is_cpu() ? "is not on the CPU" : "is not on the buffer's device"));
     if (view.numel != layout_.numels[i]) {
         throw std::invalid_argument(
             fail("has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(layout_.numels[i])));

@@ -42,6 +42,13 @@ class QuantisePlan : public Plan {
         run([&] { ddpcomm::dequantise(layout_, pieces.data(), scale, code_, accumulate, code_data, scale_data, execution(threads)); });
     }
 
+    // As FlattenPlan::addresses; `codes` says on which device.
+    py::list addresses(py::handle tensors, py::handle codes, double scale, bool into_buffer, bool accumulate) const {
+        const TensorView buffer = read_flat(codes, "buffer of codes", kUInt8, layout_.total_numel);
+        const Direction direction = into_buffer ? Direction::kIntoBuffer : Direction::kOutOfBuffer;
+        return read_addresses(tensors, nullptr, scale, direction, accumulate, buffer.device);
+    }
+
   private:
     std::int64_t blocks() const { return layout_.total_numel / static_cast<std::int64_t>(kQuantisedBlock); }
 
@@ -68,6 +75,8 @@ void bind_quantise(py::module_& module) {
              py::arg("instruction_set") = "")
         .def("quantise", &QuantisePlan::quantise, py::arg("tensors"), py::arg("codes"), py::arg("scales"), py::arg("residual"),
              py::arg("scale"), py::arg("threads"))
+        .def("addresses", &QuantisePlan::addresses, py::arg("tensors"), py::arg("codes"), py::arg("scale"), py::arg("into_buffer"),
+             py::arg("accumulate"))
         .def("dequantise", &QuantisePlan::dequantise, py::arg("codes"), py::arg("scales"), py::arg("tensors"), py::arg("scale"),
              py::arg("accumulate"), py::arg("threads"));
 }

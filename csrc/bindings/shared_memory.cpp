@@ -47,17 +47,30 @@ Isa isa_named(const std::string& name) {
 
 std::unique_ptr<Channel> make_channel(std::shared_ptr<Arena> arena, int rank, const std::vector<std::shared_ptr<Segment>>& segments,
                                       const std::vector<int>& names, const std::vector<std::vector<int>>& watched, std::size_t channel,
-                                      std::size_t piece_bytes, std::size_t small_bytes, std::size_t stream_bytes, double spin_seconds,
-                                      const std::string& isa) {
+                                      std::size_t piece_bytes, std::size_t small_bytes, double spin_seconds, const std::string& isa) {
+    if (segments.size() > kMostRanks) throw std::invalid_argument("a host can have " + std::to_string(kMostRanks) + " ranks at most");
     if (channel >= kChannels || names.size() != segments.size() || watched.size() != segments.size()) {
         throw std::invalid_argument("no such channel, or lists of different lengths");
     }
     std::vector<Peer> peers;
     for (std::size_t i = 0; i < segments.size(); ++i) peers.push_back({segments[i], names[i], watched[i]});
     peers.at(static_cast<std::size_t>(rank)).segment = std::shared_ptr<Segment>(arena, &arena->segment());
-    const ChannelSettings settings{{piece_bytes, small_bytes, stream_bytes, isa_named(isa)},
-                                   std::chrono::nanoseconds(duration_of(spin_seconds))};
+    const ChannelSettings settings{{piece_bytes, small_bytes, isa_named(isa)}, std::chrono::nanoseconds(duration_of(spin_seconds))};
     return std::make_unique<Channel>(arena, Peers(rank, std::move(peers), channel), settings);
+}
+
+std::vector<std::size_t> to_list(const RankSet& ranks) {
+    std::vector<std::size_t> list;
+    for (std::size_t rank = 0; rank < kMostRanks; ++rank) {
+        if (ranks[rank]) list.push_back(rank);
+    }
+    return list;
+}
+
+RankSet to_set(const std::vector<std::size_t>& list) {
+    RankSet ranks;
+    for (const std::size_t rank : list) ranks.set(rank);
+    return ranks;
 }
 
 std::uint64_t start(Channel& channel, int kind, int op, int dtype_code, int dtype_bits, int source, std::uint64_t numel, std::uint64_t tag,
@@ -74,7 +87,7 @@ std::uint64_t start(Channel& channel, int kind, int op, int dtype_code, int dtyp
 }
 
 void reduce(const std::string& isa, int op, int dtype_code, int dtype_bits, const std::vector<std::uintptr_t>& sources,
-            const std::vector<std::uintptr_t>& targets, std::size_t count, double scale, bool stream) {
+            const std::vector<std::uintptr_t>& targets, std::size_t count, double scale) {
     const Dtype dtype{static_cast<std::uint8_t>(dtype_code), static_cast<std::uint8_t>(dtype_bits)};
     const ReduceFunction function = reduce_function(dtype, static_cast<ReduceOp>(op), isa_named(isa));
     if (function == nullptr || sources.empty()) throw std::invalid_argument("this can't be reduced");
@@ -83,7 +96,7 @@ void reduce(const std::string& isa, int op, int dtype_code, int dtype_bits, cons
     for (const std::uintptr_t address : sources) from.push_back(reinterpret_cast<const void*>(address));
     for (const std::uintptr_t address : targets) to.push_back(reinterpret_cast<void*>(address));
     const py::gil_scoped_release release;
-    function({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), count, scale, stream});
+    function({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), count, scale});
 }
 
 }  // namespace
@@ -125,8 +138,7 @@ void bind_shared_memory(py::module_& module) {
 
     py::class_<Channel>(module, "SharedMemoryChannel", "A sequence of collective calls.")
         .def(py::init(&make_channel), py::arg("arena"), py::arg("rank"), py::arg("segments"), py::arg("names"), py::arg("watched"),
-             py::arg("channel"), py::arg("piece_bytes"), py::arg("small_bytes"), py::arg("stream_bytes"), py::arg("spin_seconds"),
-             py::arg("isa"))
+             py::arg("channel"), py::arg("piece_bytes"), py::arg("small_bytes"), py::arg("spin_seconds"), py::arg("isa"))
         .def("start", &start)
         .def("wait",
              [](Channel& channel, std::uint64_t number, double seconds) {
@@ -148,9 +160,13 @@ void bind_shared_memory(py::module_& module) {
         .def("failure",
              [](const Channel& channel) {
                  const Failure failure = channel.failure();
-                 return py::make_tuple(failure.kind, failure.ranks, std::string(failure.message));
+                 return py::make_tuple(failure.kind, to_list(failure.ranks), std::string(failure.message));
              })
-        .def("abort", &Channel::abort, py::call_guard<py::gil_scoped_release>())
+        .def("abort",
+             [](Channel& channel, FailureKind kind, const std::vector<std::size_t>& ranks, const std::string& message) {
+                 const py::gil_scoped_release release;
+                 channel.abort(kind, to_set(ranks), message);
+             })
         .def("close", &Channel::close, py::call_guard<py::gil_scoped_release>());
 
     module.def("shared_memory_reduce", &reduce, "One pass of the reduction loops, for tests and benchmarks.");

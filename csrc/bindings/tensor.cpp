@@ -56,6 +56,12 @@ bool agrees(const dlpack::Tensor& tensor, const TensorDescription& strides, cons
     return true;
 }
 
+Device device_of(py::handle tensor) {
+    if (tensor.attr("is_cpu").cast<bool>()) return {dlpack::kCpu, 0};
+    const std::int32_t type = tensor.attr("is_cuda").cast<bool>() ? dlpack::kCuda : dlpack::kOther;
+    return {type, tensor.attr("get_device")().cast<std::int32_t>()};
+}
+
 }  // namespace
 
 TensorReader::TensorReader(py::type tensor_type, py::dict dtypes, bool use_dlpack)
@@ -74,7 +80,7 @@ TensorView TensorReader::read(PyObject* object) const {
     return {data_of(tensor),
             {tensor.dtype_code, tensor.dtype_bits},
             numel,
-            tensor.device_type == dlpack::kCpu,
+            {tensor.device_type, tensor.device_id},
             is_dense(tensor.ndim, tensor.shape, tensor.strides, numel)};
 }
 
@@ -129,7 +135,7 @@ TensorView TensorReader::read_attributes(PyObject* object) const {
     return {reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<std::uintptr_t>()),
             {static_cast<std::uint8_t>(code.first), static_cast<std::uint8_t>(code.second)},
             numel,
-            tensor.attr("is_cpu").cast<bool>(),
+            device_of(tensor),
             dense};
 }
 
@@ -145,7 +151,7 @@ void bind_tensor(py::module_& module) {
             [](const TensorReader& reader, py::handle tensor) {
                 const ddpcomm::TensorView view = reader.read(tensor.ptr());
                 return py::make_tuple(reinterpret_cast<std::uintptr_t>(view.data), view.dtype.code, view.dtype.bits, view.numel,
-                                      view.on_cpu, view.dense);
+                                      view.device.is_cpu(), view.dense);
             },
             py::arg("tensor"), "(address, dtype code, dtype bits, elements, on the CPU, dense) of a tensor.");
 }

@@ -11,11 +11,19 @@
 
 namespace ddpcomm {
 
+struct Device {
+    std::int32_t type;  // as in DLPack
+    std::int32_t index;
+
+    bool is_cpu() const { return type == dlpack::kCpu; }
+    bool operator!=(const Device& other) const { return type != other.type || (!is_cpu() && index != other.index); }
+};
+
 struct TensorView {
     void* data;
     Dtype dtype;
     std::int64_t numel;
-    bool on_cpu;
+    Device device;
     bool dense;  // its elements fill a stretch of memory, without gap or overlap, in any order of dimensions
 };
 

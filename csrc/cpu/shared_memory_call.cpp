@@ -4,13 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <vector>
 
 namespace ddpcomm {
 namespace {
-
-std::uint64_t bit(int rank) { return rank < 64 ? std::uint64_t{1} << rank : 0; }
 
 // Where rank's share of `count` elements begins, a whole number of cache lines from the start: so that no two ranks write to one line.
 std::size_t share_begin(std::size_t count, std::size_t item_bytes, int rank, int ranks) {
@@ -97,10 +93,10 @@ bool Call::all_posted(const Peers& peers) const {
     return true;
 }
 
-std::uint64_t Call::missing(const Peers& peers) const {
-    std::uint64_t ranks = 0;
+RankSet Call::missing(const Peers& peers) const {
+    RankSet ranks;
     for (int rank = 0; rank < ranks_; ++rank) {
-        if (descriptor(peers, rank).number.load(std::memory_order_acquire) != number_) ranks |= bit(rank);
+        if (descriptor(peers, rank).number.load(std::memory_order_acquire) != number_) ranks.set(static_cast<std::size_t>(rank));
     }
     return ranks;
 }
@@ -152,10 +148,10 @@ bool Call::all_consumed(const Peers& peers, std::size_t pieces) const {
     return true;
 }
 
-std::uint64_t Call::unfinished(const Peers& peers) const {
-    std::uint64_t ranks = 0;
+RankSet Call::unfinished(const Peers& peers) const {
+    RankSet ranks;
     for (int rank = 0; rank < ranks_; ++rank) {
-        if (peers.control(rank).consumed.load(std::memory_order_acquire) < mark(pieces_)) ranks |= bit(rank);
+        if (peers.control(rank).consumed.load(std::memory_order_acquire) < mark(pieces_)) ranks.set(static_cast<std::size_t>(rank));
     }
     return ranks;
 }
@@ -233,15 +229,12 @@ void Call::consume(const Peers& peers, std::size_t index) {
 // Reduces `part` of a piece, from everybody's data into `target`, or into everybody's data if that is null.
 void Call::reduce(const Peers& peers, std::size_t index, std::size_t row, Range part, void* target) {
     if (part.count == 0) return;
-    std::array<void*, 64> few{};
-    std::vector<void*> many(ranks_ > 64 ? static_cast<std::size_t>(ranks_) : 0);
-    void** everybody = ranks_ > 64 ? many.data() : few.data();
-    for (int rank = 0; rank < ranks_; ++rank) everybody[rank] = data(peers, rank, index, row) + part.begin * item_bytes();
+    std::array<void*, kMostRanks> everybody;
+    for (int rank = 0; rank < ranks_; ++rank) everybody[static_cast<std::size_t>(rank)] = data(peers, rank, index, row) + part.begin * item_bytes();
     const bool in_place = target == nullptr;
     const double scale = arguments_.op == ReduceOp::kAvg ? 1.0 / ranks_ : 1.0;
-    const bool stream = in_place && pieces_ == 1 && arguments_.numel * item_bytes() >= settings_.stream_bytes;
     reduce_function(arguments_.dtype, arguments_.op,
-                    settings_.isa)({everybody, ranks_, in_place ? everybody : &target, in_place ? ranks_ : 1, part.count, scale, stream});
+                    settings_.isa)({everybody.data(), ranks_, in_place ? everybody.data() : &target, in_place ? ranks_ : 1, part.count, scale});
 }
 
 }  // namespace ddpcomm

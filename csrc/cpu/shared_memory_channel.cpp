@@ -30,7 +30,7 @@ void pause_briefly() {
 }  // namespace
 
 Channel::Channel(std::shared_ptr<Arena> arena, Peers peers, const ChannelSettings& settings)
-    : arena_(std::move(arena)), peers_(std::move(peers)), settings_(settings), process_(getpid()) {}
+    : arena_(std::move(arena)), peers_(std::move(peers)), settings_(settings), process_(getpid()), spin_(settings.longest_spin) {}
 
 Channel::~Channel() { close(); }
 
@@ -44,7 +44,7 @@ std::uint64_t Channel::start(const CallArguments& arguments) {
     try {
         take_buffers(next);
     } catch (const std::system_error& error) {
-        fail(FailureKind::kOther, 0,
+        fail(FailureKind::kOther, {},
              "rank " + std::to_string(peers_.name(peers_.rank())) + " has no shared memory left for " + next.describe(peers_) + ": " +
                  error.what());
         return 0;
@@ -79,7 +79,7 @@ bool Channel::run(Call& call) {
     if (!call.planned()) {
         if (!call.all_posted(peers_)) return false;
         if (!call.matches(peers_)) {
-            fail(FailureKind::kMismatch, 0,
+            fail(FailureKind::kMismatch, {},
                  "call " + std::to_string(call.number()) +
                      ": the ranks made different calls at the same place: " + call.describe_all(peers_));
             return false;
@@ -108,19 +108,43 @@ void Channel::return_buffers(Call& call) {
     for (int i = 0; i < call.buffers_needed(); ++i) spare.push_back(call.buffers()[static_cast<std::size_t>(i)]);
 }
 
+// Looks for news for a while; longer as long as there are some.
+template <class Done>
+void Channel::spin(Done done) {
+    advance();
+    if (done() || failed()) return;
+    const SpinBudget::Duration budget = spin_.next();
+    Clock::time_point end = Clock::now() + budget;
+    bool news = false;
+    for (std::uint64_t before = position(); Clock::now() < end;) {
+        pause_briefly();
+        advance();
+        if (position() != before) {
+            before = position();
+            end = Clock::now() + budget;
+            news = true;
+        }
+        if (done() || failed()) break;
+    }
+    news ? spin_.found_news() : spin_.found_nothing();
+}
+
+// Changes with every step that is taken.
+std::uint64_t Channel::position() {
+    std::uint64_t steps = run_ + finished_ + retired_;
+    if (run_ < last_) steps += call(run_ + 1).steps();
+    if (finished_ < run_) steps += call(finished_ + 1).steps();
+    return steps;
+}
+
 template <class Done>
 Channel::Outcome Channel::wait_until(Done done, const TimeLimit& limit) {
-    Clock::time_point spin_until = Clock::now() + settings_.spin;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-        advance();
+        spin(done);
         if (done()) return Outcome::kDone;
         if (failed()) return Outcome::kFailed;
-        Clock::time_point now = Clock::now();
-        if (now < spin_until) {
-            pause_briefly();
-            continue;
-        }
+        const Clock::time_point now = Clock::now();
         if (now >= limit.deadline) {
             fail_after_timeout(limit);
             return Outcome::kFailed;
@@ -137,7 +161,6 @@ Channel::Outcome Channel::wait_until(Done done, const TimeLimit& limit) {
         lock.unlock();
         peers_.sleep(bell, std::min<Clock::duration>({kLongestSleep, limit.deadline - now, limit.until - now}));
         lock.lock();
-        spin_until = Clock::now() + settings_.spin;
     }
 }
 
@@ -151,11 +174,11 @@ Channel::Outcome Channel::wait_for_room(const TimeLimit& limit) {
 }
 
 // Ranks that the oldest unfinished call waits for.
-std::uint64_t Channel::awaited() {
-    if (run_ == last_ && finished_ == run_ && retired_ == run_) return 0;
+RankSet Channel::awaited() {
+    if (run_ == last_ && finished_ == run_ && retired_ == run_) return {};
     Call& oldest = call(run_ < last_ ? run_ + 1 : (finished_ < run_ ? finished_ : retired_) + 1);
-    const std::uint64_t own = std::uint64_t{1} << peers_.rank() % 64;
-    return (oldest.planned() ? oldest.unfinished(peers_) : oldest.missing(peers_)) & ~own;
+    RankSet ranks = oldest.planned() ? oldest.unfinished(peers_) : oldest.missing(peers_);
+    return ranks.reset(static_cast<std::size_t>(peers_.rank()));
 }
 
 void Channel::look_for_failures() {
@@ -165,9 +188,9 @@ void Channel::look_for_failures() {
         const RankState state = control.state.load(std::memory_order_acquire);
         if (state == RankState::kFailed) {
             fail(control.failure.kind, control.failure.ranks, control.failure.message);
-        } else if (state == RankState::kClosed && (awaited() >> rank & 1) != 0) {
+        } else if (state == RankState::kClosed && awaits(rank)) {
             // Read after the state: what the rank did before it closed is seen.
-            fail(FailureKind::kPeerClosed, std::uint64_t{1} << rank,
+            fail(FailureKind::kPeerClosed, RankSet().set(static_cast<std::size_t>(rank)),
                  "rank " + std::to_string(peers_.name(rank)) + " has closed its communicator, but rank " +
                      std::to_string(peers_.name(peers_.rank())) + " waits for it in " +
                      call(run_ < last_ ? run_ + 1 : finished_ + 1).describe(peers_));
@@ -182,15 +205,15 @@ void Channel::look_for_the_dead() {
     for (int rank = 0; rank < peers_.count() && !failed(); ++rank) {
         if (rank == peers_.rank() || !peers_.has_ended(rank)) continue;
         advance();  // with what it did before it died
-        if ((awaited() >> rank & 1) == 0) continue;
-        fail(FailureKind::kPeerLost, std::uint64_t{1} << rank,
+        if (!awaits(rank)) continue;
+        fail(FailureKind::kPeerLost, RankSet().set(static_cast<std::size_t>(rank)),
              "rank " + std::to_string(peers_.name(rank)) + " has died; rank " + std::to_string(peers_.name(peers_.rank())) +
                  " found this in " + call(run_ < last_ ? run_ + 1 : finished_ + 1).describe(peers_));
     }
 }
 
 void Channel::fail_after_timeout(const TimeLimit& limit) {
-    const std::uint64_t ranks = awaited();
+    const RankSet ranks = awaited();
     Call& oldest = call(run_ < last_ ? run_ + 1 : finished_ + 1);
     std::ostringstream text;
     text << oldest.describe(peers_) << ", call " << oldest.number() << ", did not end within "
@@ -199,7 +222,7 @@ void Channel::fail_after_timeout(const TimeLimit& limit) {
     fail(FailureKind::kTimeout, ranks, text.str());
 }
 
-void Channel::fail(FailureKind kind, std::uint64_t ranks, const std::string& message) {
+void Channel::fail(FailureKind kind, const RankSet& ranks, const std::string& message) {
     if (failed()) return;
     arena_->freeze();
     ControlBlock& own = peers_.own();
@@ -218,7 +241,7 @@ Failure Channel::failure() const {
     return peers_.own().failure;
 }
 
-void Channel::abort(FailureKind kind, std::uint64_t ranks, const std::string& message) {
+void Channel::abort(FailureKind kind, const RankSet& ranks, const std::string& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
     fail(kind, ranks, message);
 }

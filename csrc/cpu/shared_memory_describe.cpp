@@ -59,10 +59,10 @@ std::string rank_list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-std::string describe_ranks(std::uint64_t ranks, const Peers& peers) {
+std::string describe_ranks(const RankSet& ranks, const Peers& peers) {
     std::vector<int> list;
-    for (int rank = 0; rank < peers.count() && rank < 64; ++rank) {
-        if ((ranks >> rank & 1) != 0) list.push_back(peers.name(rank));
+    for (int rank = 0; rank < peers.count(); ++rank) {
+        if (ranks[static_cast<std::size_t>(rank)]) list.push_back(peers.name(rank));
     }
     return rank_list(list);
 }

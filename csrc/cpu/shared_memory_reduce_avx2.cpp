@@ -26,8 +26,7 @@ namespace {
 
 inline Floats widen_half(Shorts bits) { return (Floats)_mm256_cvtph_ps((__m128i)bits); }
 inline Shorts narrow_half(Floats value) { return (Shorts)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline void store_streaming(char* to, Bytes value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)value); }
-inline void fence_streaming() { _mm_sfence(); }
+inline Bytes join(Shorts low, Shorts high) { return (Bytes)_mm256_set_m128i((__m128i)high, (__m128i)low); }
 
 }  // namespace
 }  // namespace ddpcomm

@@ -29,8 +29,7 @@ inline Floats widen_half(Shorts bits) { return (Floats)_mm512_maskz_cvtph_ps(0xf
 inline Shorts narrow_half(Floats value) {
     return (Shorts)_mm512_maskz_cvtps_ph(0xffff, (__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-inline void store_streaming(char* to, Bytes value) { _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)value); }
-inline void fence_streaming() { _mm_sfence(); }
+inline Bytes join(Shorts low, Shorts high) { return (Bytes)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1); }
 
 }  // namespace
 }  // namespace ddpcomm

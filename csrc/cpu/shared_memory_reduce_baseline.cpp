@@ -37,8 +37,12 @@ inline Shorts narrow_half(Floats value) {
     return __builtin_convertvector(sign | half, Shorts);
 }
 
-inline void store_streaming(char* to, Bytes value) { __builtin_memcpy(to, &value, kWidth); }
-inline void fence_streaming() {}
+inline Bytes join(Shorts low, Shorts high) {
+    Bytes result;
+    __builtin_memcpy(&result, &low, sizeof(low));
+    __builtin_memcpy(reinterpret_cast<char*>(&result) + sizeof(low), &high, sizeof(high));
+    return result;
+}
 
 }  // namespace
 }  // namespace ddpcomm

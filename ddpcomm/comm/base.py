@@ -17,6 +17,7 @@ from torch import Tensor
 from ddpcomm.errors import ClosedError, ConfigurationError, ConfigurationTypeError
 
 ReduceOp = Literal["sum", "avg", "max"]
+_REDUCE_OPS = get_args(ReduceOp)  # asked once: this is on the way of every collective
 
 
 @runtime_checkable
@@ -198,7 +199,7 @@ class Communicator(ABC):
                 raise ConfigurationTypeError(f"{operation}: the tensors have different dtypes, {tensors[0].dtype} and {tensor.dtype}")
 
     def _check_op(self, operation: str, tensor: Tensor, op: ReduceOp) -> None:
-        if op not in get_args(ReduceOp):
+        if op not in _REDUCE_OPS:
             raise ConfigurationError(f'{operation}: op must be "sum", "avg" or "max", got {op!r}')
         if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigurationTypeError(f'{operation}: op "avg" needs a floating-point tensor, got {tensor.dtype}')

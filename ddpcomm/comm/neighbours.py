@@ -10,7 +10,6 @@ The connections stay open: one that hangs up tells that the rank at its other en
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import struct
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
-from ddpcomm.errors import ConfigurationError
+from ddpcomm.errors import ConfigurationError, PeerLostError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TOKEN_BYTES = 16
@@ -151,16 +150,27 @@ def _connect(offer: _Offer | None, rank: int) -> socket.socket | None:
 def _accept(listener: socket.socket, offer: _Offer, awaited: set[int]) -> dict[int, socket.socket]:
     """The connections of the ranks that said they have connected. Strangers are turned away."""
     connections: dict[int, socket.socket] = {}
-    while awaited - connections.keys():
-        connection, _ = listener.accept()
-        with contextlib.ExitStack() as stack:
-            stack.callback(connection.close)
-            connection.settimeout(_PATIENCE_SECONDS)
-            token, rank = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
-            if secrets.compare_digest(token, offer.token) and rank in awaited:
-                connections[rank] = connection
-                stack.pop_all()
+    while missing := awaited - connections.keys():
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            raise PeerLostError(f"ranks {sorted(missing)} had connected to this one, but are gone ({error})", min(missing)) from error
+        connection.settimeout(_PATIENCE_SECONDS)
+        rank = _greeted_by(connection, offer)
+        if rank in missing:
+            connections[rank] = connection
+        else:
+            connection.close()
     return connections
+
+
+def _greeted_by(connection: socket.socket, offer: _Offer) -> int | None:
+    """The rank at the other end, None if that is a stranger."""
+    try:
+        token, rank = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
+    except OSError:
+        return None
+    return int(rank) if secrets.compare_digest(token, offer.token) else None
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:

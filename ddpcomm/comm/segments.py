@@ -68,6 +68,7 @@ def attach(bootstrap: Communicator, neighbours: Neighbours, settings: SharedMemo
     try:
         segments = _attach(bootstrap.rank, neighbours, capacity_bytes or _default_capacity_bytes(bootstrap.world_size))
     except (OSError, RuntimeError) as error:  # RuntimeError is what a std::system_error becomes
+        neighbours.close()  # so that those who wait for this rank need not wait longer
         problem = f"rank {bootstrap.rank}: {error}"
     reports = all_gather_objects(bootstrap, (problem, settings))
     problems = [text for text, _ in reports if text]

@@ -52,7 +52,6 @@ from ddpcomm.errors import (
 
 _ALL_REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _BARRIER = range(5)
 _OPS: dict[ReduceOp, int] = {"sum": 0, "avg": 1, "max": 2}
-_NO_DTYPE = (0, 0)
 
 # As in DLPack: what kind of number (0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool), and its bits.
 _REDUCIBLE = {
@@ -78,6 +77,7 @@ _MOVABLE = _REDUCIBLE | {
     **{dtype: (32 + i, 8 * dtype.itemsize) for i, dtype in enumerate(sorted(set(_OTHER_DTYPES), key=str))},
 }
 _FAILURE = _native.SharedMemoryFailure
+_ENDED = "This communicator can't be used any further."
 
 
 class SharedMemoryWork:
@@ -134,8 +134,7 @@ class SharedMemoryCommunicator(Communicator):
             channel,
             settings.piece_bytes,
             settings.small_bytes,
-            settings.stream_bytes,
-            settings.spin_for(self.world_size).total_seconds(),
+            settings.longest_spin.total_seconds(),
             settings.instruction_set,
         )
         leave_to_parent_after_fork(self)
@@ -156,36 +155,35 @@ class SharedMemoryCommunicator(Communicator):
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        dtype, numel = _reducible(tensor, op)
+        code, bits, numel = _reducible(tensor, op)
         address = tensor.data_ptr()
-        return self._start(_ALL_REDUCE, _OPS[op], dtype, 0, numel, address, address, (tensor,))
+        return self._start((tensor,), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, 0, address, address)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         address = tensor.data_ptr()
-        return self._start(_BROADCAST, 0, _MOVABLE[tensor.dtype], source, tensor.numel(), address, address, (tensor,))
+        return self._start((tensor,), _BROADCAST, 0, *_MOVABLE[tensor.dtype], source, tensor.numel(), 0, address, address)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         dtype = _MOVABLE[tensor.dtype]
-        return self._start(_ALL_GATHER, 0, dtype, 0, tensor.numel(), tensor.data_ptr(), out.data_ptr(), (out, tensor))
+        return self._start((out, tensor), _ALL_GATHER, 0, *dtype, 0, tensor.numel(), 0, tensor.data_ptr(), out.data_ptr())
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Work:
-        dtype, numel = _reducible(out, op)
-        return self._start(_REDUCE_SCATTER, _OPS[op], dtype, 0, numel, tensor.data_ptr(), out.data_ptr(), (out, tensor))
+        code, bits, numel = _reducible(out, op)
+        return self._start((out, tensor), _REDUCE_SCATTER, _OPS[op], code, bits, 0, numel, 0, tensor.data_ptr(), out.data_ptr())
 
     def _barrier(self) -> Work:
-        return self._start(_BARRIER, 0, _NO_DTYPE, 0, 0, 0, 0, ())
+        return self._start((), _BARRIER, *[0] * 8)
 
     def progress(self) -> None:
         """Does what can be done of the calls under way. Costs well under a microsecond where that is nothing."""
         self._channel.progress()
 
-    def _start(
-        self, kind: int, op: int, dtype: tuple[int, int], source: int, numel: int, source_address: int, target_address: int,
-        tensors: tuple[Tensor, ...],
-    ) -> SharedMemoryWork:  # fmt: skip
+    def _start(self, tensors: tuple[Tensor, ...], *call: int) -> SharedMemoryWork:
+        """Starts a call, whose arguments are those of the native channel."""
+        if self._in_flight:
+            self._release()
         channel = self._channel
-        self._release()
-        while not (number := channel.start(kind, op, *dtype, source, numel, 0, source_address, target_address)):
+        while not (number := channel.start(*call)):
             if channel.failed or not channel.wait_for_room(self._seconds):
                 self._raise_failure()
         self._in_flight.append((number, tensors))  # the others may read and write them, even if nobody keeps the work
@@ -211,21 +209,21 @@ class SharedMemoryCommunicator(Communicator):
 
     def give_up(self, error: CommunicationError) -> None:
         """Fails this communicator on all ranks, because of an error elsewhere. Not collective; the first failure counts."""
-        kind, ranks = _FAILURE.OTHER, 0
+        kind, ranks = _FAILURE.OTHER, list[int]()
         if isinstance(error, PeerLostError):
             kind = _FAILURE.PEER_LOST
             if error.lost_rank in self.segments.ranks:
-                ranks = 1 << self.segments.ranks.index(error.lost_rank)
+                ranks = [self.segments.ranks.index(error.lost_rank)]
         elif isinstance(error, CollectiveTimeoutError):
             kind = _FAILURE.TIMEOUT
         elif isinstance(error, CollectiveMismatchError):
             kind = _FAILURE.MISMATCH
-        self._channel.abort(kind, ranks, str(error))
+        self._channel.abort(kind, ranks, str(error).partition(f". {_ENDED}")[0])
 
     def _raise_failure(self) -> NoReturn:
         kind, ranks, message = self._channel.failure()
-        which = [name for rank, name in enumerate(self.segments.ranks) if ranks >> rank & 1]
-        ended = f"{message}. This communicator can't be used any further."
+        which = [self.segments.ranks[rank] for rank in ranks]
+        ended = f"{message}. {_ENDED}"
         if kind == _FAILURE.MISMATCH:
             raise CollectiveMismatchError(f"{ended} All ranks must make the same calls in the same order.")
         if kind == _FAILURE.TIMEOUT:
@@ -245,8 +243,9 @@ class SharedMemoryCommunicator(Communicator):
             self.segments.close()
 
     def _check_open(self, operation: str) -> None:
-        self._check_process()
-        super()._check_open(operation)
+        if self._closed:
+            self._check_process()
+            super()._check_open(operation)
 
     def _check_process(self) -> None:
         if self._forked:
@@ -283,13 +282,14 @@ def create_shared_memory(
     return SharedMemoryCommunicator(segments, timeout, chosen)
 
 
-def _reducible(tensor: Tensor, op: ReduceOp) -> tuple[tuple[int, int], int]:
-    """The dtype and the number of elements as they are reduced."""
-    dtype = _REDUCIBLE.get(tensor.dtype)
-    if dtype is None or (tensor.dtype == torch.bool and op != "max"):
-        raise ConfigurationTypeError(f'shared_memory can\'t reduce {tensor.dtype} with op "{op}"; convert the tensor first')
-    if tensor.is_complex():
+def _reducible(tensor: Tensor, op: ReduceOp) -> tuple[int, int, int]:
+    """Code and bits of the dtype, and the number of elements, as they are reduced."""
+    dtype = tensor.dtype
+    if dtype not in _REDUCIBLE or (dtype == torch.bool and op != "max"):
+        raise ConfigurationTypeError(f'shared_memory can\'t reduce {dtype} with op "{op}"; convert the tensor first')
+    code, bits = _REDUCIBLE[dtype]
+    if dtype.is_complex:
         if tensor.is_conj():
             raise ConfigurationError("the tensor is conjugated lazily; call .resolve_conj() on it")
-        return dtype, 2 * tensor.numel()
-    return dtype, tensor.numel()
+        return code, bits, 2 * tensor.numel()
+    return code, bits, tensor.numel()

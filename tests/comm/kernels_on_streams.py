@@ -53,9 +53,10 @@ def kernels_written_down(recorder: Recorder) -> Iterator[None]:
         recorder.kernel("flatten", reads=[tensor for tensor in tensors if tensor is not None], writes=[out])
         flatten(self, tensors, out, scale)
 
-    def recorded_unflatten(self: FlattenPlan, flat: Tensor, tensors: Any, scale: float = 1.0) -> None:
-        recorder.kernel("unflatten", reads=[flat], writes=[tensor for tensor in tensors if tensor is not None])
-        unflatten(self, flat, tensors, scale)
+    def recorded_unflatten(self: FlattenPlan, flat: Tensor, tensors: Any, scale: float = 1.0, statistics: Tensor | None = None) -> None:
+        written = [tensor for tensor in [*tensors, statistics] if tensor is not None]
+        recorder.kernel("unflatten", reads=[flat], writes=written)
+        unflatten(self, flat, tensors, scale, statistics=statistics)
 
     with pytest.MonkeyPatch.context() as patch, KernelMode(recorder):
         patch.setattr(FlattenPlan, "flatten", recorded_flatten)

@@ -118,24 +118,29 @@ def test_memory_is_not_lost_when_another_rank_does_not_come(monkeypatch: pytest.
     assert recorder.library.allocated == {}
 
 
+def threads_since(before: set[threading.Thread]) -> set[threading.Thread]:
+    """Threads of other tests may end meanwhile: only what began since then counts."""
+    return set(threading.enumerate()) - before
+
+
 def test_the_watchdog_ends_with_its_communicator() -> None:
     recorder = idle_recorder()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     communicator = recorded_communicator(recorder)
     communicator.all_reduce(torch.zeros(4))
-    assert threading.active_count() == before + 1
+    assert len(threads_since(before)) == 1
     communicator.close()
-    assert threading.active_count() == before
+    assert threads_since(before) == set()
 
 
 def test_the_watchdog_ends_even_if_nobody_closes() -> None:
     recorder = idle_recorder()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     communicator = recorded_communicator(recorder)
     communicator.all_reduce(torch.zeros(4)).wait()
     del communicator
     gc.collect()
-    assert threading.active_count() == before
+    assert threads_since(before) == set()
 
 
 # ---- starting and calling -------------------------------------------------------------------------------------------

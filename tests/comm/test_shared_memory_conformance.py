@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PLAIN = Transport("shared_memory")
 # Small pieces, and no small messages: each tensor takes many turns through the staging buffers.
-IN_PIECES = Transport("shared_memory", {"piece_bytes": 4096, "small_bytes": 64, "stream_bytes": 4096})
+IN_PIECES = Transport("shared_memory", {"piece_bytes": 4096, "small_bytes": 64})
 
 
 @pytest.mark.parametrize("name", conformance.CHECKS)

@@ -26,10 +26,10 @@ every_isa = pytest.mark.parametrize("isa", _native.instruction_sets())
 every_dtype = pytest.mark.parametrize("dtype", CODES, ids=str)
 
 
-def reduce(isa: str, op: int, sources: list[Tensor], targets: list[Tensor], scale: float = 1.0, stream: bool = False) -> None:
+def reduce(isa: str, op: int, sources: list[Tensor], targets: list[Tensor], scale: float = 1.0) -> None:
     dtype = sources[0].dtype
     addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (sources, targets)]
-    _native.shared_memory_reduce(isa, op, *CODES[dtype], *addresses, sources[0].numel(), scale, stream)
+    _native.shared_memory_reduce(isa, op, *CODES[dtype], *addresses, sources[0].numel(), scale)
 
 
 def oracle(op: int, sources: list[Tensor], scale: float) -> Tensor:
@@ -92,16 +92,15 @@ def test_scale(isa: str, dtype: torch.dtype, scale: float) -> None:
 
 @every_isa
 @every_dtype
-@pytest.mark.parametrize("stream", [False, True], ids=["cached", "streamed"])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_in_place(isa: str, dtype: torch.dtype, stream: bool, shift: int) -> None:
+def test_in_place(isa: str, dtype: torch.dtype, shift: int) -> None:
     """From every array into every array, aligned and not; what lies around them stays."""
     for numel in SIZES:
         arrays = [random_bits(numel + 64, dtype, seed) for seed in range(3)]
         before = [array.clone() for array in arrays]
         parts = [array[32 + shift :][:numel] for array in arrays]
         wanted = oracle(SUM, [part.clone() for part in parts], 1.0)
-        reduce(isa, SUM, parts, parts, stream=stream)
+        reduce(isa, SUM, parts, parts)
         for array, old, part in zip(arrays, before, parts, strict=True):
             same_numbers(part, wanted)
             for around in (slice(0, 32 + shift), slice(32 + shift + numel, None)):
@@ -133,11 +132,11 @@ def test_the_maximum_of_anything_and_nan_is_nan() -> None:
 @pytest.mark.parametrize("code", [(5, 64), (6, 8), (2, 8), (0, 0)])
 def test_types_that_cannot_be_reduced(code: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="can't be reduced"):
-        _native.shared_memory_reduce("", SUM, *code, [torch.ones(1).data_ptr()], [], 1, 1.0, False)
+        _native.shared_memory_reduce("", SUM, *code, [torch.ones(1).data_ptr()], [], 1, 1.0)
     with pytest.raises(ValueError, match="can't be reduced"):
-        _native.shared_memory_reduce("", SUM, 2, 32, [], [], 1, 1.0, False)
+        _native.shared_memory_reduce("", SUM, 2, 32, [], [], 1, 1.0)
 
 
 def test_unknown_instruction_set() -> None:
     with pytest.raises(ValueError, match="avx9"):
-        _native.shared_memory_reduce("avx9", SUM, 2, 32, [torch.ones(1).data_ptr()], [], 1, 1.0, False)
+        _native.shared_memory_reduce("avx9", SUM, 2, 32, [torch.ones(1).data_ptr()], [], 1, 1.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm.kernels import plain, reference
+from ddpcomm.kernels.addresses import group
 from tests.kernels.cases import FLOATS, FLOATS_8, assert_same_bits, values
 
 FlattenFactory = Callable[..., Any]
@@ -50,7 +51,7 @@ def check_flatten(plan: FlattenFactory, source: torch.dtype, result: torch.dtype
             continue
         before = values(total, result, seed=3).to(device)
         out, expected = before.clone(), before.clone()
-        flatten.flatten(tensors, out, scale, accumulate)
+        flatten.flatten(group(tensors, result), out, scale, accumulate)
         reference.flatten(tensors, offsets, expected, scale, accumulate)
         assert_same_bits(out.cpu(), expected.cpu())
 
@@ -64,7 +65,7 @@ def check_unflatten(plan: FlattenFactory, source: torch.dtype, result: torch.dty
             continue
         ours, theirs = ([None if t is None else torch.full_like(t, 7) for t in tensors] for _ in range(2))
         statistics = torch.full((2,), 9.0, dtype=torch.float64, device=device) if with_norm else None
-        unflatten.unflatten(flat, ours, scale, statistics)
+        unflatten.unflatten(flat, group(ours, source), scale, statistics)
         reference.unflatten(flat, offsets, theirs, scale)
         for one, other in zip(ours, theirs, strict=True):
             if one is not None and other is not None:
@@ -101,11 +102,11 @@ def check_many_tensors(plan: FlattenFactory, device: str, count: int) -> None:
     offsets = [20 * i for i in range(count)]
     out, expected = (torch.full((20 * count,), float("nan"), device=device) for _ in range(2))
     both = plan(_numels(tensors), offsets, 20 * count, torch.float32, torch.device(device))
-    both.flatten(tensors, out, 0.5, False)
+    both.flatten(group(tensors, out.dtype), out, 0.5, False)
     reference.flatten(tensors, offsets, expected, 0.5)
     assert_same_bits(out.cpu(), expected.cpu())
     restored = [None if tensor is None else torch.empty_like(tensor) for tensor in tensors]
-    both.unflatten(out, restored, 2.0, None)
+    both.unflatten(out, group(restored, out.dtype), 2.0, None)
     for tensor, again in zip(tensors, restored, strict=True):
         if tensor is not None and again is not None:
             torch.testing.assert_close(again, tensor, equal_nan=True)
@@ -136,13 +137,13 @@ def check_quantise(plan: Callable[..., Any], code: str, source: torch.dtype, dev
         for _ in range(2)
     )
     for feedback in (True, True, False):
-        kernel.quantise(tensors, ours[0], ours[1], 0.25, ours[2] if feedback else None)
+        kernel.quantise(group(tensors, torch.float32), ours[0], ours[1], 0.25, ours[2] if feedback else None)
         oracle.quantise(tensors, theirs[0], theirs[1], 0.25, theirs[2] if feedback else None)
         for one, other in zip(ours, theirs, strict=True):
             assert_same_bits(one.cpu(), other.cpu())
     for accumulate in (False, True):
         results = [[None if t is None else torch.ones_like(t) for t in tensors] for _ in range(2)]
-        kernel.dequantise(ours[0], ours[1], results[0], 3.0, accumulate)
+        kernel.dequantise(ours[0], ours[1], group(results[0], torch.float32), 3.0, accumulate)
         oracle.dequantise(theirs[0], theirs[1], results[1], 3.0, accumulate)
         for one, other in zip(*results, strict=True):
             if one is not None and other is not None:

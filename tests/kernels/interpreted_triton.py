@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ddpcomm.kernels import triton_plans
+from ddpcomm.kernels.addresses import group
 from tests.kernels import device_cases
 from tests.kernels.cases import FLOATS
 
@@ -46,17 +47,17 @@ def test_bits_are_copied(dtype: torch.dtype) -> None:
     source = torch.arange(0, 256, dtype=torch.uint8).view(dtype) if dtype != torch.bool else torch.arange(256) % 3 == 0
     out = torch.zeros(source.numel() + 3, dtype=dtype)
     plan = triton_plans.FlattenPlan([source.numel()], [2], out.numel(), dtype, torch.device("cpu"))
-    plan.flatten([source], out, 1.0, False)
+    plan.flatten(group([source], dtype), out, 1.0, False)
     assert torch.equal(out[2:-1].view(torch.uint8), source.view(torch.uint8))
     restored = torch.zeros_like(source)
-    plan.unflatten(out, [restored], 1.0, None)
+    plan.unflatten(out, group([restored], dtype), 1.0, None)
     assert torch.equal(restored.view(torch.uint8), source.view(torch.uint8))
 
 
 def test_complex_is_scaled() -> None:
     source = torch.randn(5000, dtype=torch.complex64)
     out = torch.empty(5000, dtype=torch.complex64)
-    triton_plans.FlattenPlan([5000], [0], 5000, source.dtype, torch.device("cpu")).flatten([source], out, 0.5, False)
+    triton_plans.FlattenPlan([5000], [0], 5000, source.dtype, torch.device("cpu")).flatten(group([source], source.dtype), out, 0.5, False)
     assert torch.equal(out, source * 0.5)
 
 

@@ -26,9 +26,8 @@ struct CallArguments {
 
 // What is fixed for all calls of a communicator.
 struct CallSettings {
-    std::size_t piece_bytes;   // staged data travels in pieces of this size
-    std::size_t small_bytes;   // an all-reduce up to this size takes one step, see Call
-    std::size_t stream_bytes;  // from this size on, results are written around the caches
+    std::size_t piece_bytes;  // staged data travels in pieces of this size
+    std::size_t small_bytes;  // an all-reduce up to this size takes one step, see Call
     Isa isa;
 };
 
@@ -54,8 +53,8 @@ class Call {
 
     // Publishes the first piece together with the call itself.
     void post(const Peers& peers);
-    // Ranks that have not posted theirs, one bit each.
-    std::uint64_t missing(const Peers& peers) const;
+    // Ranks that have not posted theirs.
+    RankSet missing(const Peers& peers) const;
     bool all_posted(const Peers& peers) const;
     // Whether every rank has made the same call; only once all have posted.
     bool matches(const Peers& peers) const;
@@ -67,10 +66,12 @@ class Call {
     bool advance(const Peers& peers);
     // Retires what can be retired. True once all is.
     bool retire(const Peers& peers);
+    // How many steps have been taken.
+    std::size_t steps() const { return published_ + consumed_ + retired_; }
     // Whether the caller has to wait for retirement: its own memory is read or written by the others.
     bool needs_everyone() const { return needs_everyone_; }
-    // Ranks that have not consumed every piece, one bit each.
-    std::uint64_t unfinished(const Peers& peers) const;
+    // Ranks that have not consumed every piece.
+    RankSet unfinished(const Peers& peers) const;
 
     // Such as "all_reduce(sum, 10 x float32, 40 bytes)".
     std::string describe(const Peers& peers) const;

@@ -11,12 +11,13 @@
 #include <vector>
 
 #include "ddpcomm/shared_memory_call.h"
+#include "ddpcomm/shared_memory_spin.h"
 
 namespace ddpcomm {
 
 struct ChannelSettings {
     CallSettings call;
-    std::chrono::nanoseconds spin;  // how long a wait looks for news before it sleeps
+    std::chrono::nanoseconds longest_spin;
 };
 
 // How long a wait may take. `until` only interrupts it; passing the deadline, `total` after the wait began, fails the channel.
@@ -53,12 +54,15 @@ class Channel {
     Failure failure() const;
 
     // Fails this channel, and with it those of the peers, for a reason from outside.
-    void abort(FailureKind kind, std::uint64_t ranks, const std::string& message);
+    void abort(FailureKind kind, const RankSet& ranks, const std::string& message);
 
     // Not collective. Calls under way are given up, which the peers that need this rank are told.
     void close();
 
   private:
+    template <class Done>
+    void spin(Done done);
+    std::uint64_t position();
     template <class Done>
     Outcome wait_until(Done done, const TimeLimit& limit);
     bool has_room() const { return last_ - retired_ < kCallsInFlight; }
@@ -70,11 +74,12 @@ class Channel {
     void return_buffers(Call& call);
     std::vector<std::uint64_t>& spare_buffers(std::size_t bytes) { return bytes <= settings_.call.small_bytes ? spare_small_ : spare_; }
 
-    void fail(FailureKind kind, std::uint64_t ranks, const std::string& message);
+    void fail(FailureKind kind, const RankSet& ranks, const std::string& message);
     void fail_after_timeout(const TimeLimit& limit);
     void look_for_failures();
     void look_for_the_dead();
-    std::uint64_t awaited();
+    RankSet awaited();
+    bool awaits(int rank) { return awaited()[static_cast<std::size_t>(rank)]; }
 
     std::shared_ptr<Arena> arena_;
     const Peers peers_;
@@ -90,6 +95,7 @@ class Channel {
     std::vector<std::uint64_t> spare_, spare_small_;  // staging buffers, offsets in the segment
     std::atomic<bool> failed_{false};
     Clock::time_point looked_for_the_dead_;
+    SpinBudget spin_;
 };
 
 }  // namespace ddpcomm

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,6 +16,9 @@ inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kCallsInFlight = 256;  // more calls than this wait for the oldest to end
 inline constexpr std::size_t kStagingBuffers = 2;   // per call: one is filled while the other is read
 inline constexpr std::size_t kChannels = 2;
+inline constexpr std::size_t kMostRanks = 256;
+
+using RankSet = std::bitset<kMostRanks>;
 
 enum class CollectiveKind : std::uint8_t { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kBarrier };
 
@@ -44,7 +48,7 @@ inline constexpr std::size_t kMessageBytes = 2048;
 // Why a rank gave up, for the others to read.
 struct Failure {
     FailureKind kind;
-    std::uint64_t ranks;  // one bit a rank, up to 64: those that were missing or lost
+    RankSet ranks;  // those that were missing or lost
     char message[kMessageBytes];
 };
 

@@ -8,7 +8,7 @@
 
 namespace ddpcomm {
 
-// "rank 3" or "ranks 0, 2" for a set of one bit a rank.
-std::string describe_ranks(std::uint64_t ranks, const Peers& peers);
+// "rank 3" or "ranks 0, 2".
+std::string describe_ranks(const RankSet& ranks, const Peers& peers);
 
 }  // namespace ddpcomm

@@ -1,26 +1,10 @@
 // The reduction loops, written once over the compiler's own vectors, which it lowers to the instruction set of the file that includes this.
 //
-// That file defines before: Floats widen_half(Shorts), Shorts narrow_half(Floats), store_streaming(char*, Bytes), fence_streaming().
+// That file defines before: Floats widen_half(Shorts), Shorts narrow_half(Floats), Bytes join(Shorts, Shorts).
 // Everything is in an unnamed namespace: each file must keep its own copy, compiled for its own instruction set.
 
 namespace ddpcomm {
 namespace {
-
-// `widen` and `narrow` for bfloat16: the upper half of a float.
-struct BFloat16Codec {
-    static Floats widen(Shorts bits) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
-    static Shorts narrow(Floats value) {
-        const Words bits = (Words)value;
-        const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        const Words quiet = (bits >> 16) | 0x40;  // a NaN must stay one
-        return __builtin_convertvector(value != value ? quiet : rounded, Shorts);
-    }
-};
-
-struct Float16Codec {
-    static Floats widen(Shorts bits) { return widen_half(bits); }
-    static Shorts narrow(Floats value) { return narrow_half(value); }
-};
 
 template <class Vector>
 Vector load_vector(const void* from) {
@@ -45,30 +29,51 @@ struct Lane {
     Bytes result() const { return (Bytes)value; }
 };
 
-// The 16-bit floats, accumulated as floats.
-template <class Codec>
-struct HalfLane {
-    Floats low, high;
+// 16-bit floats, accumulated as two registers of floats.
+struct FloatPair {
+    Floats first, second;
+
+    void multiply(double scale) {
+        first = first * static_cast<float>(scale);
+        second = second * static_cast<float>(scale);
+    }
+    void add(const FloatPair& other) {
+        first = first + other.first;
+        second = second + other.second;
+    }
+    void maximum(const FloatPair& other) {
+        first = (first > other.first) | (first != first) ? first : other.first;
+        second = (second > other.second) | (second != second) ? second : other.second;
+    }
+};
+
+// One half of the elements in either register.
+struct Float16Lane : FloatPair {
+    void load(const void* from) {
+        first = widen_half(load_vector<Shorts>(from));
+        second = widen_half(load_vector<Shorts>(static_cast<const char*>(from) + sizeof(Shorts)));
+    }
+    Bytes result() const { return join(narrow_half(first), narrow_half(second)); }
+};
+
+// A bfloat16 is the upper half of a float. Elements with even numbers are in `first`, those with odd ones in `second`, where they are in
+// memory: nothing has to change places.
+struct BFloat16Lane : FloatPair {
+    static constexpr bool kLittleEndian = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
+    static_assert(kLittleEndian, "even elements are taken to be in the lower halves");
 
     void load(const void* from) {
-        low = Codec::widen(load_vector<Shorts>(from));
-        high = Codec::widen(load_vector<Shorts>(static_cast<const char*>(from) + sizeof(Shorts)));
+        const Words pairs = load_vector<Words>(from);
+        first = (Floats)(pairs << 16);
+        second = (Floats)(pairs & 0xffff0000);
     }
-    void multiply(double scale) {
-        low = low * static_cast<float>(scale);
-        high = high * static_cast<float>(scale);
-    }
-    void add(const HalfLane& other) {
-        low = low + other.low;
-        high = high + other.high;
-    }
-    void maximum(const HalfLane& other) {
-        low = (low > other.low) | (low != low) ? low : other.low;
-        high = (high > other.high) | (high != high) ? high : other.high;
-    }
-    Bytes result() const {
-        const Shorts halves[2] = {Codec::narrow(low), Codec::narrow(high)};
-        return load_vector<Bytes>(halves);
+    Bytes result() const { return (Bytes)((round(first) >> 16) | (round(second) & 0xffff0000)); }
+
+    // The upper half is the result.
+    static Words round(Floats value) {
+        const Words bits = (Words)value;
+        const Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
+        return value != value ? bits | 0x400000 : rounded;  // a NaN must stay one
     }
 };
 
@@ -86,16 +91,8 @@ void accumulate(L& total, const void* from, double scale) {
     }
 }
 
-inline void store(char* to, Bytes value, bool stream) {
-    if (stream) {
-        store_streaming(to, value);
-    } else {
-        __builtin_memcpy(to, &value, kWidth);
-    }
-}
-
 // kSources is the number of sources where the compiler shall know it, else 0.
-template <class L, Combine combine, int kSources, bool kStream>
+template <class L, Combine combine, int kSources>
 void reduce_vectors(const ReducePass& pass, std::size_t bytes) {
     constexpr std::size_t kUnroll = 4;
     constexpr std::size_t kStep = kUnroll * kWidth;
@@ -115,7 +112,7 @@ void reduce_vectors(const ReducePass& pass, std::size_t bytes) {
         for (std::size_t i = 0; i < kCount; ++i) {
             const Bytes value = total[i].result();
             for (int target = 0; target < pass.target_count; ++target) {
-                store(static_cast<char*>(pass.targets[target]) + at + i * kWidth, value, kStream);
+                __builtin_memcpy(static_cast<char*>(pass.targets[target]) + at + i * kWidth, &value, kWidth);
             }
         }
         at += kCount * kWidth;
@@ -142,35 +139,26 @@ void reduce_rest(const ReducePass& pass, std::size_t at, std::size_t bytes) {
     }
 }
 
-template <class L, Combine combine, bool kStream>
+template <class L, Combine combine>
 void reduce_all(const ReducePass& pass, std::size_t bytes) {
     if (pass.source_count == 2) {
-        reduce_vectors<L, combine, 2, kStream>(pass, bytes);
+        reduce_vectors<L, combine, 2>(pass, bytes);
     } else {
-        reduce_vectors<L, combine, 0, kStream>(pass, bytes);
+        reduce_vectors<L, combine, 0>(pass, bytes);
     }
-    if (kStream) fence_streaming();
     const std::size_t rest = bytes % kWidth;
     if (rest != 0) reduce_rest<L, combine>(pass, bytes - rest, rest);
-}
-
-inline bool all_aligned(const ReducePass& pass) {
-    for (int target = 0; target < pass.target_count; ++target) {
-        if (reinterpret_cast<std::uintptr_t>(pass.targets[target]) % kWidth) return false;
-    }
-    return true;
 }
 
 template <class T, class L, bool kMax>
 void reduce(const ReducePass& pass) {
     const std::size_t bytes = pass.count * sizeof(T);
-    const bool stream = pass.stream && all_aligned(pass);
-    constexpr Combine plain = kMax ? Combine::kMax : Combine::kSum;
-    constexpr Combine scaled = kMax ? Combine::kMax : Combine::kScaledSum;
-    if (pass.scale == 1.0) {
-        stream ? reduce_all<L, plain, true>(pass, bytes) : reduce_all<L, plain, false>(pass, bytes);
+    if (kMax) {
+        reduce_all<L, Combine::kMax>(pass, bytes);
+    } else if (pass.scale == 1.0) {
+        reduce_all<L, Combine::kSum>(pass, bytes);
     } else {
-        stream ? reduce_all<L, scaled, true>(pass, bytes) : reduce_all<L, scaled, false>(pass, bytes);
+        reduce_all<L, Combine::kScaledSum>(pass, bytes);
     }
 }
 
@@ -180,14 +168,8 @@ constexpr ReducePair make_pair() {
 }
 
 constexpr ReduceTable make_reduce_table() {
-    return {make_pair<double>(),
-            make_pair<float>(),
-            make_pair<Float16, HalfLane<Float16Codec>>(),
-            make_pair<BFloat16, HalfLane<BFloat16Codec>>(),
-            make_pair<std::int64_t>(),
-            make_pair<std::int32_t>(),
-            make_pair<std::int16_t>(),
-            make_pair<std::int8_t>(),
+    return {make_pair<double>(),       make_pair<float>(),        make_pair<Float16, Float16Lane>(), make_pair<BFloat16, BFloat16Lane>(),
+            make_pair<std::int64_t>(), make_pair<std::int32_t>(), make_pair<std::int16_t>(),         make_pair<std::int8_t>(),
             make_pair<std::uint8_t>()};
 }
 
