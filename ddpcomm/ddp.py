@@ -30,7 +30,7 @@ from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.gradient_norm import clip
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
-from ddpcomm.module_state import broadcast_tensors, named_buffers
+from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
@@ -38,6 +38,11 @@ from ddpcomm.status import TAGS
 from ddpcomm.step_guard import StepGuard
 from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
+
+_NOT_COPIED = frozenset(
+    {"process_group", "device_mesh", "_communicator", "_reducer", "_module_buffers", "_statistics", "_finalizer", "_guard"}
+    | {"_optimizer_hooks_seen"}
+)
 
 
 class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
@@ -164,6 +169,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     def _start(self) -> None:
         """What can't be copied or pickled. Local."""
         self._statistics = Statistics()
+        self._module_buffers = ModuleBuffers(self.module, self.parameters_to_ignore)
         me = weakref.ref(self)
 
         def wants_synchronization() -> bool:
@@ -281,16 +287,14 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
 
     def _syncs_buffers(self) -> bool:
-        if not (torch.is_grad_enabled() and self.module.training and self._reducer.parameters.has_buffers()):
-            return False
-        return self.will_sync_module_buffers()
+        wanted = self.require_forward_param_sync and self.forward_sync_buffers
+        return bool(wanted and self.module.training and torch.is_grad_enabled() and self._module_buffers.named())
 
     def _sync_buffers(self, source: int) -> None:
-        buffers = named_buffers(self.module, self.parameters_to_ignore)
-        if self._run_buffer_hook(buffers):
+        if self._run_buffer_hook(self._module_buffers):
             return
         try:
-            broadcast_tensors(self._communicator, list(buffers.values()), source, f"buffers {', '.join(buffers)}")
+            self._module_buffers.broadcast(self._communicator, source)
         except RankMismatchError as error:
             self._reducer.fail_at_end(error)
 
@@ -342,8 +346,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        own = {"process_group", "_communicator", "_reducer", "_statistics", "_finalizer", "_optimizer_hooks_seen", "_guard", "device_mesh"}
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
