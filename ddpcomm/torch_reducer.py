@@ -123,7 +123,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "dtypes": ", ".join(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters)),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "num_parameter_tensors": len(parameters),
-        "bucket_sizes": bucket_sizes,
+        "bucket_sizes": ", ".join(map(str, statistics.initial_bucket_bytes)),
         "unused_parameter_size": statistics.unused_parameter_bytes,
         "has_rebuilt_buckets": int(reducer.learned),
         "num_buckets_reduced": statistics.buckets_reduced,
