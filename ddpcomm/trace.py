@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpcomm.clock import Pass, clock_offset
 from ddpcomm.errors import ConfigurationError
-from ddpcomm.trace_events import COMPUTE, Event
+from ddpcomm.trace_events import COMPUTE, Event, free_lanes
 
 FORMAT = 1
 _KEY = "ddpcomm"
@@ -140,21 +140,15 @@ def _metadata(name: str, rank: int, track: int, arguments: Event) -> Event:
 
 
 def _tracks(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """Name and number of each event's track. All-reduces without a stream may overlap one another: each goes to the first track that is
-    free when it begins, for in this format the events of a track must nest."""
-    free_at: list[int] = []
-    numbers = {COMPUTE: 0}
-    chosen: dict[int, str] = {}
-    for index in sorted(range(len(events)), key=lambda index: int(events[index]["ts"])):
-        event = events[index]
-        name = event["tid"]
-        if not name:
-            lane = next((lane for lane, free in enumerate(free_at) if free <= event["ts"]), len(free_at))
-            free_at[lane : lane + 1] = [event["ts"] + event["dur"]]
-            name = f"all-reduce {lane}" if lane else "all-reduce"
-        numbers.setdefault(name, len(numbers))
-        chosen[index] = name
-    return [(chosen[index], numbers[chosen[index]]) for index in range(len(events))]
+    """Name and number of each event's track. All-reduces that no stream is known of may overlap one another, but in this format the events
+    of a track must nest: they are given as many tracks as it takes."""
+    loose = [index for index, event in enumerate(events) if not event["tid"]]
+    lanes = free_lanes([(events[index]["ts"], events[index]["ts"] + events[index]["dur"]) for index in loose])
+    names: list[str] = [event["tid"] for event in events]
+    for index, lane in zip(loose, lanes, strict=True):
+        names[index] = f"all-reduce {lane}" if lane else "all-reduce"
+    numbers = {name: number for number, name in enumerate(dict.fromkeys([COMPUTE, *sorted(names)]))}
+    return [(name, numbers[name]) for name in names]
 
 
 def read(path: Path) -> list[RankTrace]:

@@ -59,5 +59,17 @@ def events_of_step(number: int, recording: StepRecording, instants: Sequence[int
         yield _span(f"all-reduce {bucket}", "all_reduce", begun, done, about, track)
 
 
+def free_lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """For each span the first lane, from 0, that is free when it begins, so that the spans of a lane don't overlap."""
+    free_at: list[int] = []
+    lanes = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda index: spans[index]):
+        start, end = spans[index]
+        lane = next((lane for lane, free in enumerate(free_at) if free <= start), len(free_at))
+        free_at[lane : lane + 1] = [end]
+        lanes[index] = lane
+    return lanes
+
+
 def _span(name: str, category: str, start: int, end: int, arguments: Event, track: str = COMPUTE) -> Event:
     return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": max(end - start, 0), "tid": track, "args": arguments}

@@ -128,12 +128,13 @@ def transports() -> Iterator[Check]:
     for transport, problem in try_transports(("process_group", "shared_memory", "hierarchical"), "cpu").items():
         detail = problem or "two CPU ranks, all-reduce and broadcast with right results"
         yield Check("transport", transport, "failed" if problem else "ok", detail, required=transport == "process_group")
-    if gpu_count() > 1:
-        problem = try_transports(("nccl",), "cuda")["nccl"]
-        yield Check("transport", "nccl", "failed" if problem else "ok", problem or "two GPUs, all-reduce and broadcast with right results")
-    else:
-        why = "one GPU alone: nothing to exchange" if gpu_count() else "needs GPUs"
-        yield Check("transport", "nccl", "missing", why)
+    if not gpu_count():
+        yield Check("transport", "nccl", "missing", "needs GPUs")
+        return
+    ranks = min(gpu_count(), 2)
+    problem = try_transports(("nccl",), "cuda", ranks)["nccl"]
+    detail = problem or f"{ranks} rank{'s' if ranks > 1 else ''} with a GPU each, all-reduce and broadcast with right results"
+    yield Check("transport", "nccl", "failed" if problem else "ok", detail)
 
 
 def gpu_topology() -> str:

@@ -1,4 +1,4 @@
-"""Tries the transports: two processes of this machine exchange a few numbers over each of them."""
+"""Tries the transports: processes of this machine exchange a few numbers over each of them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore
 
 from ddpcomm import env
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.errors import CommunicationError
 
-RANKS = 2
 _NUMEL = 100_003  # more than one piece of any staging buffer, and no multiple of anything
 _LIMIT = timedelta(seconds=30)
 
 
-def try_transports(transports: Sequence[str], device: str, limit: timedelta = timedelta(minutes=3)) -> dict[str, str]:
-    """Tries each of `transports` with two processes on `device` ("cpu"), or on as many GPUs ("cuda").
+def try_transports(transports: Sequence[str], device: str, ranks: int = 2, limit: timedelta = timedelta(minutes=3)) -> dict[str, str]:
+    """Tries each of `transports` with processes on the CPU ("cpu"), or each on a GPU of its own ("cuda").
 
     Args:
+        ranks: how many processes.
         limit: for all of it, the start of the processes included.
 
     Returns:
@@ -34,13 +33,9 @@ def try_transports(transports: Sequence[str], device: str, limit: timedelta = ti
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ddpcomm-") as directory:
-        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-        processes = [
-            context.Process(
-                target=_rank, args=(rank, tuple(transports), device, str(Path(directory) / "store"), pipes[rank][1]), daemon=True
-            )
-            for rank in range(RANKS)
-        ]
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        shared = ranks, tuple(transports), device, str(Path(directory) / "store")
+        processes = [context.Process(target=_rank, args=(rank, *shared, pipes[rank][1]), daemon=True) for rank in range(ranks)]
         for process in processes:
             process.start()
         for _, writer in pipes:
@@ -67,12 +62,13 @@ def _report(reader: Connection, transports: Sequence[str], deadline: float) -> d
     return dict.fromkeys(transports, missing)
 
 
-def _rank(rank: int, transports: tuple[str, ...], device: str, store: str, connection: Connection) -> None:
+def _rank(rank: int, ranks: int, transports: tuple[str, ...], device: str, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     env.default_gloo_to_loopback()
     reports: dict[str, str] = {}
     try:
-        dist.init_process_group("gloo", store=FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=_LIMIT)
+        shared_file = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=shared_file, rank=rank, world_size=ranks, timeout=_LIMIT)
         for transport in transports:
             reports[transport] = _try(transport, torch.device(device, rank) if device == "cuda" else torch.device(device))
         dist.destroy_process_group()
@@ -88,12 +84,13 @@ def _try(transport: str, device: torch.device) -> str:
             tensor = communicator.empty(_NUMEL, torch.float32)
             tensor.copy_(torch.arange(_NUMEL) % 1000 + communicator.rank)
             communicator.all_reduce(tensor).wait()
-            expected = (torch.arange(_NUMEL, device=device) % 1000 * RANKS + sum(range(RANKS))).float()
+            ranks = communicator.world_size
+            expected = (torch.arange(_NUMEL, device=device) % 1000 * ranks + sum(range(ranks))).float()
             if not torch.equal(tensor, expected):
                 raise CommunicationError("an all-reduce gave wrong sums")
             tensor.fill_(communicator.rank)
-            communicator.broadcast(tensor, source=1).wait()
-            if not bool((tensor == 1).all()):
+            communicator.broadcast(tensor, source=ranks - 1).wait()
+            if not bool((tensor == ranks - 1).all()):
                 raise CommunicationError("a broadcast gave wrong values")
             communicator.barrier().wait()
     except (RuntimeError, OSError, ImportError) as error:  # DDPCommError is a RuntimeError
