@@ -119,9 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     title = f"what a timeline adds to a step; CPU, {options.ranks} ranks, {rows[0].count} rounds"
     show_table(title, ["model, transport", "step ms", "adds ms", "p20", "p80", "of the step"], lines)
     write_rows(rows, options.output / "timeline.jsonl")
-    bar_chart(
-        shares, options.output / "timeline.png", title="What a timeline adds to a step (CPU ranks)", label="% of the step", reference=1.0
-    )
+    title = f"What a timeline adds to a step (CPU, {options.ranks} ranks)"
+    bar_chart(shares, options.output / "timeline.png", title=title, label="% of the step", reference=1.0)
 
 
 if __name__ == "__main__":

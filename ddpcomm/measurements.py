@@ -27,7 +27,7 @@ class Measurements(nn.Module):
         self._statistics.initial_bucket_bytes = self._bucket_bytes()
         path = env.read().timeline
         if path is not None:
-            EnvironmentTimeline(self._reducer, path).start()
+            EnvironmentTimeline(self._reducer, path).start(at_first_step=True)
 
     def _forward_starts(self) -> None:
         """A training forward begins."""

@@ -55,11 +55,13 @@ class Timeline:
 
     # ---- its life ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begins to record. On a device the host waits until it is idle."""
+    def start(self, *, at_first_step: bool = False) -> None:
+        """Begins to record. On a device the host waits until it is idle: now or, `at_first_step`, when the first step begins."""
         reducer = self._reducer()
         if reducer is not None:
             self._former, reducer.timeline = reducer.timeline, self
+            if not at_first_step:
+                self._begin()
 
     def stop(self) -> None:
         """Records no further. On a device the host waits until it is idle. Idempotent."""

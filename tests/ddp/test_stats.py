@@ -42,8 +42,10 @@ def test_stats_and_torchs_names(two_ranks: RankPool) -> None:
             assert timedelta(0) <= times.overlap <= times.backward_compute
             assert times.exposed == times.backward_communication - times.overlap > timedelta(0)
         assert set(torchs) <= set(own)
-        for name in ("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced", "world_size", "iteration"):
+        for name in ("has_rebuilt_buckets", "world_size", "iteration", "total_parameter_size_bytes", "num_parameter_tensors"):
             assert own[name] == torchs[name], name
+        for name in ("bucket_sizes", "rebuilt_bucket_sizes"):
+            assert sum(map(int, own[name].split(", "))) == sum(map(int, torchs[name].split(", ")))
         assert own["has_sync_bn"] == own["is_multi_device_module"] == 0
         microseconds = stats.average.backward_communication / timedelta(microseconds=1)
         assert abs(own["avg_backward_comm_time"] / 1e3 - microseconds) <= 1
