@@ -29,6 +29,7 @@ from ddpcomm.comm.torch_ddp import (
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.gradient_norm import clip
+from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
 from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
@@ -45,7 +46,7 @@ _NOT_COPIED = frozenset(
 )
 
 
-class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
+class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -190,6 +191,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
             self._reducer.wire_dtype = self._precision.reduce
             self._reducer.arrange()
         self._use_hook()
+        self._measure()
         self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
         self._optimizer_hooks_seen = 0
         self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard)
@@ -215,7 +217,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         local = _is_local()
         if torch.is_grad_enabled() and not local:
-            self._statistics.forward_starts(self.require_backward_grad_sync)
+            self._forward_starts()
             self._reducer.prepare_forward()
             self._adopt_optimizer_hooks()
         if not local:
