@@ -10,8 +10,8 @@ A next bucket, which needs so much more work of backward's own, has done' = done
 free' = max(free, done + work) + cost: if the communicator is still busy when the bucket fills, it goes out at `free`; if not, backward has
 regained its full speed and the bucket fills at done + work. Both are monotone: of all ways to cut a prefix only those are kept that no
 other one beats in both times (a Pareto front, mostly of a handful). The least `free` of the whole order is the earliest end of backward.
-Many ways may reach it; walking back from the end, the largest bucket is taken that still does, for every bucket costs something that no
-model knows of.
+Many ways reach it, or miss it by next to nothing; walking back from the end, the largest bucket is taken that still does, for every bucket
+costs something that no model knows of.
 
 All is done in whole nanoseconds, so that equal inputs give equal boundaries on every rank. The result is exact for one communicator and one
 kind of parameters. Where a model has several kinds, all their open buckets close at one boundary, which is one way among more.
@@ -39,7 +39,7 @@ class _Way(NamedTuple):
     free: int
 
 
-def best_ends(profile: StepProfile, exchange: Exchange, most_atoms: int = MOST_ATOMS) -> frozenset[int]:
+def best_ends(profile: StepProfile, exchange: Exchange, most_atoms: int = MOST_ATOMS, slack: float = 0.0) -> frozenset[int]:
     """The parameters after which buckets end, so that the predicted end of backward is the earliest.
 
     Args:
@@ -47,6 +47,7 @@ def best_ends(profile: StepProfile, exchange: Exchange, most_atoms: int = MOST_A
         exchange: what all-reduces cost. Its `communicators` are taken for one.
         most_atoms: gradients that are small and come one after another are kept together, until no more pieces than these are left; up to
             so many parameters the result is exact.
+        slack: share of the end of backward that larger buckets may cost; 0 for the exact optimum.
     """
     order = profile.order
     if not order:
@@ -65,9 +66,10 @@ def best_ends(profile: StepProfile, exchange: Exchange, most_atoms: int = MOST_A
             for done, free in fronts[start]:
                 _keep(ways, _Way(done + work + lost, max(free, done + work) + cost))
         fronts.append(ways)
-    best = min(fronts[last], key=lambda way: way.free)
+    best = min(free for _, free in fronts[last])
     chosen: list[int] = []
-    stop, latest = last, best
+    limit = best + round(slack * best) + last  # a nanosecond for each rounding on the way
+    stop, latest = last, _Way(limit, limit)  # backward's own work is done before the last bucket is back
     while stop > 0:
         chosen.append(ends[stop - 1])
         for start in range(stop):

@@ -11,6 +11,7 @@ Of the algorithms and protocols that are allowed the fastest counts, as NCCL its
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log2
 
 from ddpcomm.machines import Machine
@@ -51,14 +52,32 @@ class CollectiveCost:
     bandwidth_factor: float = 1.0
 
     def seconds(self, size_bytes: float) -> float:
-        return min(self.by_algorithm(size_bytes).values()) if self.ranks > 1 else 0.0
+        return min(latency + per_byte * size_bytes for latency, per_byte in self.lines.values()) if self.ranks > 1 else 0.0
 
-    def by_algorithm(self, size_bytes: float) -> dict[str, float]:
-        """Seconds, by "algorithm protocol"."""
-        found = {}
-        for algorithm in self.algorithms:
-            for protocol in self._protocols():
-                found[f"{algorithm} {protocol}"] = self._one(algorithm, protocol, size_bytes)
+    @cached_property
+    def lines(self) -> dict[str, tuple[float, float]]:
+        """Latency and seconds a byte, by algorithm and protocol."""
+        machine, hosts = self.machine, self.machine.hosts(self.ranks)
+        local = min(self.ranks, machine.ranks_per_host)
+        inside, network = machine.link_bytes_per_second, machine.network_bytes_per_second
+        bus = inside if hosts == 1 else min(inside, network)
+        found: dict[str, tuple[float, float]] = {}
+        for protocol in self._protocols():
+            if "ring" in self.algorithms:
+                found[f"ring {protocol}"] = self._ring(protocol, self.ranks, hosts, bus)
+            if "tree" in self.algorithms:
+                found[f"tree {protocol}"] = self._tree(protocol, local, hosts, bus)
+            if "hierarchical" in self.algorithms and 1 < local < self.ranks:
+                # A reduce-scatter and an all-gather are the two halves of a ring's all-reduce, each with a launch of its own. In between
+                # every rank reduces its share with its fellows over its part of the network.
+                latency, per_byte = self._ring(protocol, local, 1, inside)
+                latency += self.latency_factor * _BASE_SECONDS["ring"][protocol]
+                between = {
+                    "ring": self._ring(protocol, hosts, hosts, network / local),
+                    "tree": self._tree(protocol, 1, hosts, network / local),
+                }
+                for name, line in between.items():
+                    found[f"hierarchical {name} {protocol}"] = latency + line[0], per_byte + line[1] / local
         return found
 
     def fitted(self, points: tuple[tuple[int, float], ...]) -> CollectiveCost:
@@ -83,40 +102,20 @@ class CollectiveCost:
         one_host = self.machine.hosts(self.ranks) == 1
         return ("LL", "LL128", "Simple") if one_host or self.machine.compute_capability >= 80 else ("LL", "Simple")
 
-    def _one(self, algorithm: str, protocol: str, size_bytes: float) -> float:
-        machine, hosts = self.machine, self.machine.hosts(self.ranks)
-        local = min(self.ranks, machine.ranks_per_host)
-        inside, network = machine.link_bytes_per_second, machine.network_bytes_per_second
-        bus = inside if hosts == 1 else min(inside, network)
-        if algorithm == "ring":
-            return self._ring(protocol, size_bytes, self.ranks, hosts, bus)
-        if algorithm == "tree":
-            return self._tree(protocol, size_bytes, local, hosts, bus)
-        between = 0.0
-        if hosts > 1:
-            share = (size_bytes / local, hosts, hosts, network / local)
-            between = min(self._ring(protocol, *share), self._tree(protocol, size_bytes / local, 1, hosts, network / local))
-        # A reduce-scatter and an all-gather are the two halves of a ring's all-reduce, each with a launch of its own.
-        within = self._ring(protocol, size_bytes, local, 1, inside) + self._latency(_BASE_SECONDS["ring"][protocol]) if local > 1 else 0.0
-        return within + between
-
-    def _ring(self, protocol: str, size_bytes: float, ranks: int, hosts: int, bus: float) -> float:
+    def _ring(self, protocol: str, ranks: int, hosts: int, bus: float) -> tuple[float, float]:
         steps, network_steps = 2 * (ranks - 1), 2 * (hosts - 1)
         inner, outer = _HOP_SECONDS[self.machine.link]["ring"][protocol], _HOP_SECONDS["net"]["ring"][protocol]
         if hosts > 1:
             inner = max(inner, _NETWORK_OVERHEAD_SECONDS * (_SIMPLE_OVERHEAD_FACTOR if protocol == "Simple" else 1))
-        seconds = _BASE_SECONDS["ring"][protocol] + (steps - network_steps) * inner + network_steps * outer
+        latency = _BASE_SECONDS["ring"][protocol] + (steps - network_steps) * inner + network_steps * outer
         if hosts > 1 and protocol == "Simple":
-            seconds *= _PLATEAU_BEFORE_SM80 if self.machine.compute_capability < 80 else _PLATEAU
-        return self._latency(seconds) + self._transfer(size_bytes * steps / ranks, bus, protocol)
+            latency *= _PLATEAU_BEFORE_SM80 if self.machine.compute_capability < 80 else _PLATEAU
+        return self._line(latency, steps / ranks, bus, protocol)
 
-    def _tree(self, protocol: str, size_bytes: float, local: int, hosts: int, bus: float) -> float:
+    def _tree(self, protocol: str, local: int, hosts: int, bus: float) -> tuple[float, float]:
         inner, outer = _HOP_SECONDS[self.machine.link]["tree"][protocol], _HOP_SECONDS["net"]["tree"][protocol]
-        seconds = _BASE_SECONDS["tree"][protocol] + 2 * ((local - 1) * inner + log2(hosts) * outer)
-        return self._latency(seconds) + self._transfer(2 * size_bytes / _TREE_EFFICIENCY, bus, protocol)
+        latency = _BASE_SECONDS["tree"][protocol] + 2 * ((local - 1) * inner + log2(hosts) * outer)
+        return self._line(latency, 2 / _TREE_EFFICIENCY, bus, protocol)
 
-    def _latency(self, seconds: float) -> float:
-        return seconds * self.latency_factor
-
-    def _transfer(self, wire_bytes: float, bytes_per_second: float, protocol: str) -> float:
-        return wire_bytes / (bytes_per_second * self.bandwidth_factor * _PAYLOAD[protocol])
+    def _line(self, latency: float, wire_bytes_per_byte: float, bus: float, protocol: str) -> tuple[float, float]:
+        return latency * self.latency_factor, wire_bytes_per_byte / (bus * self.bandwidth_factor * _PAYLOAD[protocol])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from statistics import NormalDist
 
@@ -22,6 +23,7 @@ from ddpcomm.simulate import Exchange, Prediction, StepProfile, simulate
 
 MOST_RANKS = 10_000
 COMMUNICATION_BOUND = 0.1  # share of the step that is exposed communication
+SLACK = 0.001  # of backward: what larger buckets may cost
 _DEFAULT = Caps.of_mb(None)
 
 
@@ -95,6 +97,7 @@ def exchange_of(machine: Machine, ranks: int, options: Options) -> Exchange:
     )
 
 
+@lru_cache(maxsize=256)
 def forecast(profile: StepProfile, machine: Machine, ranks: int, options: Options | None = None) -> Forecast:
     """Predicts a step. Local and deterministic.
 
@@ -108,7 +111,7 @@ def forecast(profile: StepProfile, machine: Machine, ranks: int, options: Option
     exchange = exchange_of(machine, ranks, chosen)
     caps = _DEFAULT
     if chosen.best_buckets:
-        found = Caps(_DEFAULT.bytes, best_ends(own, exchange))
+        found = Caps(_DEFAULT.bytes, best_ends(own, exchange, slack=SLACK))
         # The search is exact but for models of more parameters than it takes apart; then the default may be better.
         caps = min((found, _DEFAULT), key=lambda candidate: simulate(own, candidate, exchange).backward_seconds)
     prediction = simulate(own, caps, exchange)
@@ -119,11 +122,12 @@ def forecast(profile: StepProfile, machine: Machine, ranks: int, options: Option
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that may help, and the step with it."""
+    """Something that may help, and the step with it. changes_training: gradients are averaged less often, so that batches become larger."""
 
     name: str
     step_seconds: float
     exposed_seconds: float
+    changes_training: bool
 
 
 def remedies(profile: StepProfile, machine: Machine, ranks: int, options: Options | None = None) -> list[Remedy]:
@@ -138,7 +142,8 @@ def remedies(profile: StepProfile, machine: Machine, ranks: int, options: Option
         "network twice as fast": (replace(machine, network_bytes_per_second=2 * machine.network_bytes_per_second), base),
     }
     found = [(name, forecast(profile, on, ranks, changed)) for name, (on, changed) in tried.items()]
-    return sorted((Remedy(name, f.step_seconds, f.exposed_seconds) for name, f in found), key=lambda remedy: remedy.step_seconds)
+    made = [Remedy(name, f.step_seconds, f.exposed_seconds, "synchronise" in name) for name, f in found]
+    return sorted(made, key=lambda remedy: remedy.step_seconds)
 
 
 def communication_bound_from(curve: Sequence[Forecast]) -> int | None:

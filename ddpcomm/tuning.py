@@ -20,6 +20,7 @@ from ddpcomm.simulate import Exchange, StepProfile, simulate
 
 VERSION = 1
 Signature = tuple[tuple[str, str], ...]
+SLACK = 0.001  # of backward: what larger buckets may cost, in a prediction that is less exact than that
 _MORE_COMMUNICATORS_MUST_SAVE = 0.005  # of backward: each takes memory and processors of the device
 
 
@@ -151,7 +152,7 @@ def choose(parameters: Sequence[tuple[str, str]], profile: StepProfile, exchange
     default = simulate(profile, Caps.of_mb(None), replace(exchange, communicators=1))
     best: tuple[float, int, frozenset[int]] | None = None
     for count in communicators:
-        ends = best_ends(profile, replace(exchange, communicators=1, cost=_SharedLatency(exchange.cost, count)))
+        ends = best_ends(profile, replace(exchange, communicators=1, cost=_SharedLatency(exchange.cost, count)), slack=SLACK)
         end = simulate(profile, Caps.of_mb(None) if not ends else Caps((1,), ends), replace(exchange, communicators=count)).backward_seconds
         if best is None or end < best[0] - _MORE_COMMUNICATORS_MUST_SAVE * profile.backward_seconds:
             best = end, count, ends
