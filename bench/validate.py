@@ -67,12 +67,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", default="1,2,3,4", help="with --machine (default: %(default)s)")
     parser.add_argument("--transport", default=",".join(TRANSPORTS), help="with --machine (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="with --machine (default: %(default)s)")
-    parser.add_argument("--short", action="store_true", help="few rounds: shows that it works, says little")
+    parser.add_argument("--short", action="store_true", help="also measure, two ranks and few rounds: shows that it works, says little")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows go (default: %(default)s)")
     options = parser.parse_args(arguments)
     write_rows(published(), options.output / "validate.jsonl")
-    if options.machine:
-        ranks = [int(text) for text in options.ranks.split(",")]
+    if options.machine or options.short:
+        ranks = [2] if options.short else [int(text) for text in options.ranks.split(",")]
         rows = measured_rows(ranks, options.transport.split(","), min(options.rounds, 3) if options.short else options.rounds)
         report_machine(rows)
         write_rows(rows, options.output / "validate_machine.jsonl")

@@ -25,6 +25,7 @@ from ddpcomm.layout import Caps, ParameterSize, assign, plan
 from ddpcomm.status import STATUS_NUMEL
 
 _NOTHING = 1e-15  # seconds: what is left after rounding
+_ROUNDING = 1e-9  # relative
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class StepProfile:
         if len(self.sizes) != len(self.ready_seconds):
             raise ConfigurationError(f"{len(self.sizes)} parameters, but {len(self.ready_seconds)} times at which they are ready")
         for index, seconds in enumerate(self.ready_seconds):
-            if not 0 <= seconds <= self.backward_seconds:
+            if not 0 <= seconds <= self.backward_seconds * (1 + _ROUNDING):
                 raise ConfigurationError(f"parameter {index} is ready after {seconds} s of a backward of {self.backward_seconds} s")
 
     @property
