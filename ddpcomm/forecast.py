@@ -136,7 +136,7 @@ def remedies(profile: StepProfile, machine: Machine, ranks: int, options: Option
     hierarchy = tuple(dict.fromkeys((*base.algorithms, "hierarchical")))
     tried = {
         "best bucket sizes": (machine, replace(base, best_buckets=True)),
-        "16-bit gradients on the wire": (machine, replace(base, wire_factor=base.wire_factor / 2)),
+        "half the bytes on the wire": (machine, replace(base, wire_factor=base.wire_factor / 2)),
         "hierarchy: reduce inside hosts first": (machine, replace(base, algorithms=hierarchy)),
         "synchronise every 4 steps": (machine, replace(base, synchronize_every=4 * base.synchronize_every)),
         "network twice as fast": (replace(machine, network_bytes_per_second=2 * machine.network_bytes_per_second), base),
