@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("step_time", "allreduce", "kernels")
+SCRIPTS = ("step_time", "allreduce", "kernels", "validate")
 LIMIT_SECONDS = 600
 
 
