@@ -5,7 +5,7 @@
 A step is forward, backward, and the optimizer's step (SGD with momentum, at a rate of 0: weights stay as they are). Subjects take turns in
 the same processes (bench/steps.py), after their gradients were compared bit for bit. Without overlap the exchange begins when backward has
 ended, and is timed by itself. With overlap only what it adds to backward can be seen: backward less that of the plain model in the same
-round. All parts of a step are those of the rank that took longest for it.
+round. All parts of a step are those of the rank that took longest for it; the step also has zero_grad.
 """
 
 from __future__ import annotations

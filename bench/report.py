@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from PIL import Image
 from rich.console import Console
 from rich.table import Table as RichTable
 
 PAGE_WIDTH = 120  # of a log file
 DPI = 100
+COLOURS = 64  # of a picture: keeps its file small
+MOST_TICKS = 12
 SIMULATED = "simulated"
 
 
@@ -78,7 +82,7 @@ def bar_chart(values: Mapping[str, Mapping[str, float]], path: Path, *, title: s
 
 def stacked_bars(panels: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path, *, title: str, label: str) -> None:
     """`panels[case][subject][part]`: a panel for each case, a bar for each subject, made of its parts from the bottom up."""
-    figure = Figure(figsize=(2.0 + 3.6 * len(panels), 4.5), layout="constrained")
+    figure = Figure(figsize=(3.0 + 3.6 * len(panels), 4.5), layout="constrained")
     grid = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     for axes, (case, subjects) in zip(grid, panels.items(), strict=False):
         bottoms = dict.fromkeys(subjects, 0.0)
@@ -91,30 +95,30 @@ def stacked_bars(panels: Mapping[str, Mapping[str, Mapping[str, float]]], path: 
         for tick in axes.get_xticklabels():
             tick.set_horizontalalignment("right")
     grid[0].set_ylabel(label)
-    grid[0].legend(fontsize=8)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, reverse=True)
     figure.suptitle(title, fontsize=11)
     save(figure, path)
 
 
 def line_chart(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str, x_label: str, y_label: str, **axes_settings: Any) -> None:
     """A panel for each case, a line for each subject with its spread; `axes_settings` as for matplotlib's `Axes.set`, such as xscale."""
-    figure = Figure(figsize=(2.0 + 3.6 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(max(6.5, 1.0 + 3.8 * len(panels)), 4.2), layout="constrained")
     grid = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     shown: list[str] = []
     for axes, (case, lines) in zip(grid, panels.items(), strict=False):
         colours: dict[str, Any] = {}
         for line in lines:
             style, name = ("-", line.label) if line.measured else ("--", f"{line.label} ({SIMULATED})")
-            marker = "o" if len(line.x) < 40 else ""
+            marker = "o" if len(line.x) <= MOST_TICKS else ""
             (drawn,) = axes.plot(line.x, line.y, style, marker=marker, markersize=4, label=name, color=colours.get(line.label))
             colours[line.label] = drawn.get_color()
             if line.low and line.high:
                 axes.fill_between(line.x, line.low, line.high, color=drawn.get_color(), alpha=0.15, linewidth=0)
         axes.set(**axes_settings)
-        if "xscale" in axes_settings and lines and len(lines[0].x) < 12:
-            ticks = sorted({x for line in lines for x in line.x})
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
+        places = sorted({x for line in lines for x in line.x})
+        if len(places) <= MOST_TICKS:
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(case, fontsize=10)
         axes.set_xlabel(x_label)
         labels = [line.label for line in lines]
@@ -129,3 +133,6 @@ def line_chart(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str, 
 def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
+    with Image.open(path) as picture:
+        reduced = picture.convert("RGB").quantize(COLOURS)
+    reduced.save(path, optimize=True)

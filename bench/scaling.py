@@ -10,14 +10,16 @@ ddpcomm has its simulator, and marked so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from bench.cli import names, parser, publish
 from bench.models import CASES
-from bench.report import Line, Table, line_chart
+from bench.report import SIMULATED, Line, Table, line_chart
 from bench.rows import Row
+from bench.simulated import simulated_rows
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
 from bench.subjects import NONE, Wrap, engines, plain
 from tests.ranks import RankContext, RankPool
@@ -40,15 +42,17 @@ def rows_of(case_name: str, samples: Samples, ranks: int) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each model."""
     found = []
-    overheads = {(row.case, row.ranks, row.subject, row.measured): row for row in rows if row.quantity == "overhead"}
-    for case, ranks in dict.fromkeys((row.case, row.ranks) for row in rows):
-        chosen = [row for row in rows if (row.case, row.ranks) == (case, ranks) and row.quantity == "step"]
+    overheads = {(row.case, row.ranks, row.subject): row for row in rows if row.quantity == "overhead"}
+    for case in dict.fromkeys(row.case for row in rows):
+        chosen = [row for row in rows if row.case == case and row.quantity == "step"]
         lines = []
         for row in chosen:
-            overhead = overheads.get((case, ranks, row.subject, row.measured))
-            lines.append([row.subject, *spread(row), *(milliseconds(overhead.p50) if overhead else [])])
-        found.append(Table(f"{case}; {conditions(chosen[0])}", ["subject", "step ms", "p20", "p80", "exchange adds ms"], lines))
+            overhead = overheads.get((case, row.ranks, row.subject))
+            lines.append([f"{row.ranks}, {row.subject}", *spread(row), *(milliseconds(overhead.p50) if overhead else [])])
+        how = f"up to {conditions(chosen[-1])}" if chosen[0].measured else f"{SIMULATED} for {chosen[0].device}, not measured"
+        found.append(Table(f"{case}; {how}", ["ranks, subject", "step ms", "p20", "p80", "exchange adds ms"], lines))
     return found
 
 
@@ -58,7 +62,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for case, subject, measured in dict.fromkeys((row.case, row.subject, row.measured) for row in steps):
         chosen = [row for row in steps if (row.case, row.subject, row.measured) == (case, subject, measured)]
         panels.setdefault(case, []).append(line_of(subject, [row.ranks for row in chosen], chosen))
-    title = f"Step over the number of CPU ranks, which share {rows[0].machine['cores']} cores (median, p20 to p80)"
+    simulated = "; dashed: simulated, on GPUs" if any(not row.measured for row in rows) else ""
+    title = f"Step over the number of CPU ranks, which share {rows[0].machine['cores']} cores (median, p20 to p80){simulated}"
     line_chart(panels, path, title=title, x_label="ranks", y_label="step, ms", xscale="log", yscale="log")
 
 
@@ -72,6 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
         with RankPool(ranks, timeout=timedelta(minutes=30)) as pool:
             for name in names(options.models):
                 rows += rows_of(name, slowest(pool.run(measure, name, names(options.transport), rounds)), ranks)
+    beyond = simulated_rows("scaling")
+    if not beyond:
+        sys.stderr.write("measured only: this version of ddpcomm has no simulator\n")
+    rows += beyond
     publish("scaling", rows, options.output, tables, plot)
 
 

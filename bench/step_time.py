@@ -21,7 +21,7 @@ import numpy as np
 from bench.cli import names, parser, publish
 from bench.models import CASES, Case
 from bench.report import Table, bar_chart
-from bench.rivals import rivals
+from bench.rivals import absent, rivals
 from bench.rows import Row
 from bench.steps import (
     WARM_UP_STEPS,
@@ -106,8 +106,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, rounds=100, models=",".join(CASES), transports="auto").parse_args(arguments)
-    if not rivals():
-        sys.stderr.write("this torch has no replicate built on FSDP2: it is left out\n")
+    if absent():
+        sys.stderr.write(f"left out: {absent()}\n")
     steps, warm_up_steps = (min(options.steps, 7), 2) if options.short else (options.steps, WARM_UP_STEPS)
     rows = run(names(options.models), names(options.transport), steps, options.ranks, warm_up_steps)
     publish("step_time", rows, options.output, None, plot)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.models import Case
-from bench.report import Line
+from bench.report import SIMULATED, Line
 from bench.rows import Row, percentiles
-from bench.subjects import NONE, TORCH, AllReduceAlone, Wrap, gradients, twin
+from bench.subjects import NONE, TORCH, AllReduceAlone, OwnBackward, Wrap, gradients, twin
 from tests.ranks import RankContext
 
 WARM_UP_STEPS = 5  # buckets are laid out anew after the first backward
@@ -60,9 +60,16 @@ def prepare(context: RankContext, case: Case, wraps: Mapping[str, Wrap], warm_up
 def step(case: Case, model: nn.Module, batch: Tensor) -> float:
     """Seconds of forward, backward and zero_grad."""
     started = time.perf_counter()
-    case.loss(model, batch).backward()
+    backward(model, case.loss(model, batch))
     model.zero_grad()
     return time.perf_counter() - started
+
+
+def backward(model: nn.Module, loss: Tensor) -> None:
+    if isinstance(model, OwnBackward):
+        model.backward(loss)
+    else:
+        loss.backward()
 
 
 def check(case: Case, subjects: Mapping[str, nn.Module], batch: Tensor) -> None:
@@ -73,24 +80,33 @@ def check(case: Case, subjects: Mapping[str, nn.Module], batch: Tensor) -> None:
     What only plays an exchange (`AllReduceAlone`) averages nothing: its gradients are to be the plain model's own.
 
     Raises:
-        ValueError: a subject's gradients are wrong.
+        ValueError: a subject's gradients are wrong on some rank; on all ranks.
     """
     for number in range(2):  # in the second the buckets have their final order
         found = {}
         for name, subject in subjects.items():
-            case.loss(subject, batch).backward()
+            backward(subject, case.loss(subject, batch))
             found[name] = gradients(subject)
             subject.zero_grad()
         own = found.pop(NONE)
         averages, bounds = zip(*[average_and_bound(gradient) for gradient in own], strict=True)
+        verdicts: dict[tuple[str, int], bool] = {}
         for name, values in found.items():
             for index, value in enumerate(values):
                 if isinstance(subjects[name], AllReduceAlone):
-                    right = torch.equal(value, own[index])
+                    verdicts[name, index] = torch.equal(value, own[index])
                 else:
-                    right = bool(((value - averages[index]).abs() <= bounds[index]).all()) and is_exact(value, found[TORCH][index])
-                if not right:
-                    raise ValueError(f"backward {number + 1}: {name} differs from torch in gradient {index} of {case.name}")
+                    close = bool(((value - averages[index]).abs() <= bounds[index]).all())
+                    verdicts[name, index] = is_exact(value, found[TORCH][index]) and close
+        if wrong := first_wrong(verdicts):
+            raise ValueError(f"backward {number + 1}: {wrong[0]} differs from torch in gradient {wrong[1]} of {case.name}")
+
+
+def first_wrong(verdicts: Mapping[tuple[str, int], bool]) -> tuple[str, int] | None:
+    """The first that is False on any rank: the same on all ranks, so that they stop together. Collective."""
+    everywhere = torch.tensor(list(verdicts.values()), dtype=torch.uint8)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return next((key for key, right in zip(verdicts, everywhere.tolist(), strict=True) if not right), None)
 
 
 def average_and_bound(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,15 +179,15 @@ def milliseconds(*values: float) -> list[str]:
 
 
 def spread(row: Row) -> list[str]:
-    """Median, p20 and p80 in milliseconds; what was not measured is marked."""
+    """Median, p20 and p80 in milliseconds. What was not measured is marked, and has no spread."""
     median, low, high = milliseconds(row.p50, row.p20, row.p80)
-    return [median if row.measured else f"{median} (simulated)", low, high]
+    return [median, low, high] if row.measured else [f"{median} ({SIMULATED})", "", ""]
 
 
 def conditions(row: Row) -> str:
     """Under which a row was measured, for titles."""
     cores = "" if row.ranks <= row.machine["cores"] else f" on {row.machine['cores']} cores"
-    return f"{'CPU' if row.device == 'cpu' else row.device}, {row.ranks} ranks{cores}, {row.count} rounds"
+    return f"{'CPU' if row.device == 'cpu' else row.device}, {row.ranks} rank{'s' if row.ranks > 1 else ''}{cores}, {row.count} rounds"
 
 
 def line_of(label: str, x: Sequence[float], rows: Sequence[Row]) -> Line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -39,6 +40,13 @@ class Wrapper(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.module(*inputs)
+
+
+class OwnBackward(Wrapper, ABC):
+    """Of a library that asks for a call of its own in place of `loss.backward()`."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None: ...
 
 
 class AllReduceAlone(Wrapper):
