@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from bench.results import SCRIPTS, write_page
@@ -27,12 +28,14 @@ def main() -> None:
 
 
 def succeeds(name: str, output: Path) -> bool:
-    sys.stderr.write(f"bench.{name}\n")
     command = [sys.executable, "-m", f"bench.{name}", "--short", "--output", str(output), *OPTIONS.get(name, [])]
+    started = time.monotonic()
     try:
-        return subprocess.run(command, timeout=LIMIT_SECONDS, check=False).returncode == 0
+        succeeded = subprocess.run(command, timeout=LIMIT_SECONDS, check=False).returncode == 0
     except subprocess.TimeoutExpired:
-        return False
+        succeeded = False
+    sys.stderr.write(f"bench.{name}: {time.monotonic() - started:.0f} s\n")
+    return succeeded
 
 
 if __name__ == "__main__":
