@@ -76,7 +76,7 @@ def bar_chart(values: Mapping[str, Mapping[str, float]], path: Path, *, title: s
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
     if values:
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     save(figure, path)
 
 
