@@ -84,7 +84,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         chosen = [row for row in steps if (row.case, row.subject) == (case, subject)]
         panels.setdefault(case, []).append(line_of(subject, [row.sizes["communicators"] for row in chosen], chosen))
     title = f"Step over the number of communicators, {rows[0].ranks} CPU ranks (median, p20 to p80)"
-    line_chart(panels, path, title=title, x_label="communicators", y_label="step, ms")
+    line_chart(panels, path, title=title, x_label="communicators", y_label="step, ms", ylim=(0, None))
 
 
 def main(arguments: list[str] | None = None) -> None:

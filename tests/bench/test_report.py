@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,3 +64,14 @@ def test_pictures_are_small(tmp_path: Path) -> None:
     lines = [report.Line(f"subject {index}", range(30), range(30), range(30), range(1, 31)) for index in range(8)]
     report.line_chart(dict.fromkeys("abc", lines), tmp_path / "new" / "lines.png", title="t", x_label="x", y_label="y")
     assert (tmp_path / "new" / "lines.png").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", results.SCRIPTS)
+def test_every_script_of_make_bench_can_be_run_and_shown_again(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(f"bench.{name}")
+    assert "?" in module.__doc__.splitlines()[0], "a script answers a question"
+    assert callable(module.tables)
+    assert callable(module.plot)
+    with pytest.raises(SystemExit, match="0"):
+        module.main(["--help"])
+    assert {"--short", "--output"} <= set(capsys.readouterr().out.replace("]", " ").split())
