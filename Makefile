@@ -28,7 +28,7 @@ help:
 	@echo 'make train   trains a small GPT on $(RANKS) ranks; COMPARE=1: beside torch DDP; ARGUMENTS="--steps 100" and others'
 	@echo 'make test    all tests that need no GPU; ARGUMENTS="-k name" and others go to pytest'
 	@echo 'make lint    style, types, formatting, import rules'
-	@echo 'make bench   the short form of every benchmark'
+	@echo 'make bench   the short form of every benchmark, into docs/results'
 	@echo 'make gpu     the tests that need an NVIDIA GPU'
 	@echo 'make setup   only .venv; make clean removes it and all that was built'
 

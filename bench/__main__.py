@@ -1,32 +1,41 @@
-"""`make bench`: the short form of every benchmark, each in a process of its own. Exits with the names of those that failed."""
+"""`make bench`: the short form of every benchmark, each in a process of its own, and a page of their results. Exits with the names of those
+that failed."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-SCRIPTS = ("step_time", "allreduce", "kernels", "validate")
+from bench.results import SCRIPTS, write_page
+
 LIMIT_SECONDS = 600
+OPTIONS = {"step_time": ["--transport", "process_group,shared_memory"]}
+"""What the short form is given besides --short."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs benchmarks in their short form.")
     parser.add_argument("--only", default=",".join(SCRIPTS), help="some of %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where rows and pictures go (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="where results go (default: %(default)s)")
     options = parser.parse_args()
     failed = [name for name in options.only.split(",") if not succeeds(name, options.output)]
+    if any(options.output.glob("*.jsonl")):
+        sys.stderr.write(f"results: {write_page(options.output, 'make bench')}\n")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 def succeeds(name: str, output: Path) -> bool:
-    sys.stderr.write(f"bench.{name}\n")
-    command = [sys.executable, "-m", f"bench.{name}", "--short", "--output", str(output)]
+    command = [sys.executable, "-m", f"bench.{name}", "--short", "--output", str(output), *OPTIONS.get(name, [])]
+    started = time.monotonic()
     try:
-        return subprocess.run(command, timeout=LIMIT_SECONDS, check=False).returncode == 0
+        succeeded = subprocess.run(command, timeout=LIMIT_SECONDS, check=False).returncode == 0
     except subprocess.TimeoutExpired:
-        return False
+        succeeded = False
+    sys.stderr.write(f"bench.{name}: {time.monotonic() - started:.0f} s\n")
+    return succeeded
 
 
 if __name__ == "__main__":

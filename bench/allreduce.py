@@ -26,8 +26,9 @@ from matplotlib.figure import Figure
 
 from bench import mpi
 from bench.allreduce_rank import COPY, GLOO, MPI, OWN, REWRITE
-from bench.report import show_table
-from bench.rows import Row, percentiles, write_rows
+from bench.cli import publish
+from bench.report import Table, save
+from bench.rows import Row, percentiles
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 25 * MIB, 128 * MIB)
@@ -89,7 +90,7 @@ def size_name(size_bytes: int) -> str:
     return f"{size_bytes // MIB} MiB" if size_bytes >= MIB else f"{size_bytes // KIB} KiB"
 
 
-def report(rows: Sequence[Row]) -> None:
+def tables(rows: Sequence[Row]) -> list[Table]:
     lines = []
     for row in rows:
         details = row.details
@@ -98,7 +99,7 @@ def report(rows: Sequence[Row]) -> None:
         line += [f"{details['times_gloo']:.2f}", "-" if details["times_mpi"] is None else f"{details['times_mpi']:.2f}"]
         lines.append(line)
     columns = ["all-reduce on CPU ranks", "us", "p20", "p80", "algbw GB/s", "busbw GB/s", "share of limit", "times Gloo", "times MPI"]
-    show_table("slowest rank's time a call; the limit is the faster of copy and rewrite", columns, lines)
+    return [Table("slowest rank's time a call; the limit is the faster of copy and rewrite", columns, lines)]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -116,8 +117,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.set_ylabel("bytes / time, GB/s")
         axes.set_title(f"all-reduce, {ranks} CPU ranks, {dtype}", fontsize=10)
         axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -140,9 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
         largest = 25 * MIB if options.short or count > 2 else max(sizes)  # the memory of many ranks would be too much
         cases = [(size, dtype) for dtype in options.dtypes.split(",") for size in sizes if size <= largest]
         rows += run(count, cases, min(options.rounds, 10) if options.short else options.rounds, not obstacle)
-    report(rows)
-    write_rows(rows, options.output / "allreduce.jsonl")
-    plot(rows, options.output / "allreduce.png")
+    publish("allreduce", rows, options.output, tables, plot)
     if not any(row.subject == OWN for row in rows):
         sys.exit("nothing was measured")
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.cli import publish
 from bench.kernel_subjects import OPERATIONS, Call, Problem, implementation_call, rivals
-from bench.report import bar_chart, show_table
-from bench.rows import Row, percentiles, write_rows
+from bench.report import Table, bar_chart
+from bench.rows import Row, percentiles
 from bench.shapes import SHAPES, numels
 from ddpcomm import ops
 from ddpcomm.kernels import reference
@@ -128,7 +129,12 @@ def rows_of(operation: str, case: str, problem: Problem, times: Samples, launche
     return rows
 
 
-def report(rows: list[Row]) -> None:
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each operation and list of shapes."""
+    return [table([row for row in rows if row.case == case]) for case in dict.fromkeys(row.case for row in rows)]
+
+
+def table(rows: Sequence[Row]) -> Table:
     lines = []
     launches = {row.subject: row for row in rows if row.quantity == "launch"}
     for row in rows:
@@ -139,15 +145,22 @@ def report(rows: list[Row]) -> None:
             lines.append([*line, f"{launch.p50 * 1e6:.1f}"] if launch else line)
     sizes = rows[0].sizes
     title = f"{rows[0].case}, {rows[0].dtype} to {rows[0].details['buffer_dtype']}, {sizes['tensors']} tensors, {rows[0].device}"
-    show_table(title, ["subject", "us", "p20", "p80", "GB/s", "of copy", "launch us"], lines)
+    columns = ["subject", "us", "p20", "p80", "GB/s", "of copy"]
+    return Table(title, [*columns, "launch us"] if launches else columns, lines)
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     shares: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.quantity == "time" and row.subject != COPY:
             shares.setdefault(row.subject, {})[row.case.replace(" ", "\n", 1)] = row.details["share_of_copy"]
-    bar_chart(shares, path, title="Bandwidth as a share of a plain copy of as many bytes", label="share of copy", reference=1.0)
+    bar_chart(
+        shares,
+        path,
+        title=f"Bandwidth as a share of a plain copy of as many bytes, {rows[0].device.upper()}",
+        label="share of copy",
+        reference=1.0,
+    )
 
 
 def run(
@@ -161,7 +174,8 @@ def run(
             problem = Problem(numels(case, limit), dtype, DTYPES[options.buffer_dtype] if options.buffer_dtype else dtype, 0.5, device)
             times, launches = measure(operation, implementations(operation), problem, options.repeats)
             found = rows_of(operation, case, problem, times, launches)
-            report(found)
+            for shown in tables(found):
+                shown.show()
             rows += found
     return rows
 
@@ -195,8 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         return [name for name in asked if name in available]
 
     rows = run(options.operations or ["flatten", "unflatten"], options.shapes.split(","), implementations, options, device)
-    write_rows(rows, options.output / "kernels.jsonl")
-    plot(rows, options.output / "kernels.png")
+    publish("kernels", rows, options.output, None, plot)
 
 
 if __name__ == "__main__":

@@ -3,36 +3,139 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 
 import ddpcomm
+from ddpcomm import ops
+from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
 
 NONE = "none"
+TORCH = "torch"
+ALONE = "all-reduce alone"
 TRANSPORTS = ("process_group", "shared_memory", "auto")
 
 TORCH_MODES: dict[str, dict[str, Any]] = {
-    "torch": {},
+    TORCH: {},
     "torch view": {"gradient_as_bucket_view": True},
     "torch static": {"static_graph": True},
     "torch batched": {"batched_grad_copy": True},
     "torch unused": {"find_unused_parameters": True},
 }
+Wrap = Callable[[nn.Module], nn.Module]
 
 
-def wrappers(transports: list[str]) -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """By subject, what wraps a module: nothing, torch's DDP in each of its modes, ddpcomm over each transport, with and without views."""
-    found: dict[str, Callable[[nn.Module], nn.Module]] = {NONE: lambda module: module}
-    for name, options in TORCH_MODES.items():
-        found[name] = lambda module, options=options: nn.parallel.DistributedDataParallel(module, **options)
+class Wrapper(nn.Module):
+    """Hands its inputs on to `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+class OwnBackward(Wrapper, ABC):
+    """Of a library that asks for a call of its own in place of `loss.backward()`."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None: ...
+
+
+class AllReduceAlone(Wrapper):
+    """The floor that a transport sets without overlap: one all-reduce of as many bytes as there are gradients, at the end of backward.
+
+    No gradient is copied in or out, so each rank keeps its own and they can't be compared with averages. It is called by a hook of the
+    first parameter, which is among the last to be ready.
+    """
+
+    def __init__(self, module: nn.Module, transport: str) -> None:
+        super().__init__(module)
+        self.communicator = ddpcomm.create_communicator(transport=transport)
+        self.buffer = self.communicator.empty(sum(p.numel() for p in module.parameters()), torch.float32).zero_()
+        next(module.parameters()).register_post_accumulate_grad_hook(self._exchange)
+
+    def _exchange(self, _: Tensor) -> None:
+        self.communicator.all_reduce(self.buffer).wait()
+
+
+class AfterBackward(Wrapper):
+    """Buckets like DDP's, by the same kernels over the same transport, but without overlap: all of it when backward has ended.
+
+    Args:
+        exchanged: called with no arguments when the exchange begins and when it ends.
+    """
+
+    def __init__(self, module: nn.Module, transport: str, exchanged: Callable[[], None] = lambda: None) -> None:
+        super().__init__(module)
+        self.communicator = ddpcomm.create_communicator(transport=transport)
+        self._exchanged = exchanged
+        self._buckets = [
+            (bucket, self.communicator.empty(sum(p.numel() for p in bucket), torch.float32)) for bucket in filled_buckets(module)
+        ]
+
+    def forward(self, *inputs: Any) -> Any:
+        output = super().forward(*inputs)
+        output.register_hook(lambda _: Variable._execution_engine.queue_callback(self._exchange))  # type: ignore[attr-defined]
+        return output
+
+    def _exchange(self) -> None:
+        self._exchanged()
+        works = []
+        for parameters, buffer in self._buckets:
+            ops.flatten([p.grad for p in parameters], buffer, 1.0 / self.communicator.world_size)
+            works.append(self.communicator.all_reduce(buffer))
+        for work, (parameters, buffer) in zip(works, self._buckets, strict=True):
+            work.wait()
+            ops.unflatten(buffer, [p.grad for p in parameters])
+        self._exchanged()
+
+
+def filled_buckets(module: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """The parameters, last ones first, in groups that reach the usual size of a bucket."""
+    bucket: list[nn.Parameter] = []
+    for parameter in reversed(list(module.parameters())):
+        bucket.append(parameter)
+        if sum(p.nbytes for p in bucket) >= DEFAULT_BUCKET_MB * BYTES_PER_MB:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def torch_ddp(**options: Any) -> Wrap:
+    return lambda module: nn.parallel.DistributedDataParallel(module, **options)
+
+
+def own_ddp(transport: str, **options: Any) -> Wrap:
+    return lambda module: ddpcomm.DistributedDataParallel(module, transport=transport, **options)
+
+
+def plain(module: nn.Module) -> nn.Module:
+    return module
+
+
+def engines(transports: list[str]) -> dict[str, Callable[..., Wrap]]:
+    """By name, what makes a wrapper from DDP's options: torch's DDP, and ddpcomm's over each transport."""
+    return {TORCH: torch_ddp, **{f"ddpcomm {transport}": lambda t=transport, **options: own_ddp(t, **options) for transport in transports}}
+
+
+def wrappers(transports: list[str]) -> dict[str, Wrap]:
+    """By subject, what wraps a module: nothing, torch's DDP in each of its modes, ddpcomm over each transport, with and without views,
+    and each transport's floor."""
+    found: dict[str, Wrap] = {NONE: plain}
+    found |= {name: torch_ddp(**options) for name, options in TORCH_MODES.items()}
     for transport in transports:
         for view in (False, True):
-            found[f"ddpcomm {transport}{' view' if view else ''}"] = lambda module, transport=transport, view=view: (
-                ddpcomm.DistributedDataParallel(module, gradient_as_bucket_view=view, transport=transport)
-            )
+            found[f"ddpcomm {transport}{' view' if view else ''}"] = own_ddp(transport, gradient_as_bucket_view=view)
+        found[f"{ALONE} {transport}"] = partial(AllReduceAlone, transport=transport)
     return found
 
 
@@ -42,11 +145,12 @@ def twin(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    """A copy of every gradient."""
+def gradients(module: nn.Module) -> list[Tensor]:
+    """A copy of every gradient; of a distributed tensor, of this rank's part."""
     found = []
     for name, parameter in module.named_parameters():
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             raise ValueError(f"{name} has no gradient")
-        found.append(parameter.grad.clone())
+        found.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
     return found

@@ -6,11 +6,11 @@ import sys
 
 import typer
 
-from ddpcomm.cli import bench, doctor, timeline
+from ddpcomm.cli import bench, doctor, plan, timeline
 from ddpcomm.cli.output import ERRORS
 from ddpcomm.errors import DDPCommError
 
-COMMANDS = (doctor.doctor, timeline.timeline)
+COMMANDS = (doctor.doctor, timeline.timeline, plan.plan)
 
 app = typer.Typer(
     help="Gradient synchronisation for data-parallel PyTorch training.",
