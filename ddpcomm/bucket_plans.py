@@ -31,12 +31,13 @@ class BucketPlans(nn.Module):
             ConfigurationError: sizes and a plan were both given, or a text other than "auto".
             PlanError: the file can't be read, or holds no plan.
         """
+        self._plan, self._tunes = None, bucket_cap_mb == AUTO
         if plan is not None and bucket_cap_mb is not None:
             raise ConfigurationError(f"give bucket_cap_mb or plan, not both, got bucket_cap_mb={bucket_cap_mb!r}")
-        self._tunes = bucket_cap_mb == AUTO
         if isinstance(bucket_cap_mb, str) and not self._tunes:
             raise ConfigurationError(f'bucket_cap_mb must be a number of MiB or "auto", got {bucket_cap_mb!r}')
-        self._plan = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+        if plan is not None:
+            self._plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
 
     def _use_plan(self) -> None:
         """Lays the buckets out by the plan, or begins to look for one. Local.

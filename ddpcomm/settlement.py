@@ -83,7 +83,7 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
     if agreement.late:
         _refuse_late(reducer, agreement)
         reduction = reducer.new_reduction()
-        reducer.launch_rest(reduction, used, set, void=void)
+        reduction.launch_rest(used, set, void=void, skip_unused=reducer.options.skip_unused_buckets)
         _raise_for(reduction.wait(), reducer.communicator.rank)
     _refuse_lopsided(reducer, agreement)
     _put_in_place(reducer, reduction, fires, used, agreement.newcomers, void=void)
