@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 
 PAGE_WIDTH = 120  # of a log file
 DPI = 100
-COLOURS = 64  # of a picture: keeps its file small
+COLOURS = 256  # of a picture: keeps its file small
 MOST_TICKS = 12
 SIMULATED = "simulated"
 
@@ -134,5 +134,5 @@ def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
     with Image.open(path) as picture:
-        reduced = picture.convert("RGB").quantize(COLOURS)
+        reduced = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
     reduced.save(path, optimize=True)
