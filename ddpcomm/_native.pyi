@@ -37,6 +37,9 @@ class FlattenPlan:
     def unflatten_with_norm(
         self, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None], scale: float, threads: int
     ) -> tuple[float, int]: ...
+    def addresses(
+        self, tensors: Sequence[torch.Tensor | None], flat: torch.Tensor, scale: float, into_buffer: bool, accumulate: bool
+    ) -> list[tuple[tuple[int, int], list[int]]]: ...
     def norm(self, flat: torch.Tensor, threads: int) -> tuple[float, int]: ...
 
 # ---- quantise ----
@@ -60,6 +63,9 @@ class QuantisePlan:
         scale: float,
         threads: int,
     ) -> None: ...
+    def addresses(
+        self, tensors: Sequence[torch.Tensor | None], codes: torch.Tensor, scale: float, into_buffer: bool, accumulate: bool
+    ) -> list[tuple[tuple[int, int], list[int]]]: ...
     def dequantise(
         self,
         codes: torch.Tensor,
@@ -137,7 +143,6 @@ class SharedMemoryChannel:
         channel: int,
         piece_bytes: int,
         small_bytes: int,
-        stream_bytes: int,
         spin_seconds: float,
         isa: str,
     ) -> None: ...

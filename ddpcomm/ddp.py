@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from ddpcomm.comm.torch_ddp import (
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.gradient_norm import clip
+from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
-from ddpcomm.module_state import broadcast_tensors, named_buffers
+from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
@@ -39,8 +40,13 @@ from ddpcomm.step_guard import StepGuard
 from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
 
+_NOT_COPIED = frozenset(
+    {"process_group", "device_mesh", "_communicator", "_reducer", "_module_buffers", "_statistics", "_finalizer", "_guard"}
+    | {"_optimizer_hooks_seen"}
+)
 
-class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
+
+class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -164,6 +170,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     def _start(self) -> None:
         """What can't be copied or pickled. Local."""
         self._statistics = Statistics()
+        self._module_buffers = ModuleBuffers(self.module, self.parameters_to_ignore)
         me = weakref.ref(self)
 
         def wants_synchronization() -> bool:
@@ -184,6 +191,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
             self._reducer.wire_dtype = self._precision.reduce
             self._reducer.arrange()
         self._use_hook()
+        self._measure()
         self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
         self._optimizer_hooks_seen = 0
         self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard)
@@ -199,7 +207,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective while training with gradients, if buffers are synchronised."""
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+        with _profiled("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with active_module(self), self._short_parameters.used_by(self.module):
                 output = self.module(*inputs, **kwargs)
@@ -209,7 +217,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         local = _is_local()
         if torch.is_grad_enabled() and not local:
-            self._statistics.forward_starts(self.require_backward_grad_sync)
+            self._forward_starts()
             self._reducer.prepare_forward()
             self._adopt_optimizer_hooks()
         if not local:
@@ -281,16 +289,14 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
 
     def _syncs_buffers(self) -> bool:
-        if not (torch.is_grad_enabled() and self.module.training and self._reducer.parameters.has_buffers()):
-            return False
-        return self.will_sync_module_buffers()
+        wanted = self.require_forward_param_sync and self.forward_sync_buffers
+        return bool(wanted and self.module.training and torch.is_grad_enabled() and self._module_buffers.named())
 
     def _sync_buffers(self, source: int) -> None:
-        buffers = named_buffers(self.module, self.parameters_to_ignore)
-        if self._run_buffer_hook(buffers):
+        if self._run_buffer_hook(self._module_buffers):
             return
         try:
-            broadcast_tensors(self._communicator, list(buffers.values()), source, f"buffers {', '.join(buffers)}")
+            self._module_buffers.broadcast(self._communicator, source)
         except RankMismatchError as error:
             self._reducer.fail_at_end(error)
 
@@ -342,8 +348,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        own = {"process_group", "_communicator", "_reducer", "_statistics", "_finalizer", "_optimizer_hooks_seen", "_guard", "device_mesh"}
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -367,6 +372,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, Joinable):
     def _take_up(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._start()
+
+
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """A range in a profiler's trace. Where none is running, this costs 0.2 us instead of 10."""
+    return torch.autograd.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def _give_up(reducer: Reducer, guard: StepGuard | None) -> None:

@@ -7,6 +7,7 @@ An argument always wins over a variable. They are read when an object that needs
 | DDPCOMM_TRANSPORT | transport of communicators made with transport="auto" | auto |
 | DDPCOMM_IMPLEMENTATION | implementation of ops.flatten, ops.unflatten: native, triton, cuda, torch | best for the device |
 | DDPCOMM_TIMEOUT_SECONDS | time limit of every collective | the process group's own |
+| DDPCOMM_TIMELINE | such as trace.json: ranks record timelines, in files named after it (trace.rank0.json) | none is recorded |
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from ddpcomm.errors import ConfigurationError
 
@@ -26,6 +28,7 @@ class Environment:
     transport: str
     implementation: str | None
     timeout: timedelta | None
+    timeline: Path | None
 
 
 def read() -> Environment:
@@ -38,6 +41,7 @@ def read() -> Environment:
         transport=os.environ.get("DDPCOMM_TRANSPORT", "auto"),
         implementation=os.environ.get("DDPCOMM_IMPLEMENTATION") or None,
         timeout=_seconds("DDPCOMM_TIMEOUT_SECONDS"),
+        timeline=_path("DDPCOMM_TIMELINE"),
     )
 
 
@@ -52,6 +56,18 @@ def _seconds(name: str) -> timedelta | None:
     if not seconds > 0:
         raise ConfigurationError(f"{name} must be more than 0, got {text!r}")
     return timedelta(seconds=seconds)
+
+
+def _path(name: str) -> Path | None:
+    text = os.environ.get(name)
+    if text and not Path(text).name:
+        raise ConfigurationError(f"{name} must name a file, got {text!r}")
+    return Path(text) if text else None
+
+
+def default_gloo_to_loopback() -> None:
+    """In a process whose peers are all on this machine: Gloo need not find the machine's name in a network."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def torch_variables(names: Mapping[str, str]) -> dict[str, str]:

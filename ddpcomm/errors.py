@@ -29,6 +29,10 @@ class SharedMemoryFullError(DDPCommError, MemoryError):
     """There is no memory left for a tensor that all ranks of the host can reach. Nothing was sent."""
 
 
+class PlanError(ConfigurationError):
+    """A saved plan of the buckets can't be read, or was made for another model. The message names the first thing that doesn't fit."""
+
+
 class ClosedError(DDPCommError):
     """A resource was used after its `close()`."""
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddpcomm.comm.torch_ddp import BufferCommHookLocation, BuiltinCommHookType
 from ddpcomm.comm_hook import CommHook
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError
 from ddpcomm.hooks import Quantized, WireFormat, fp16
+from ddpcomm.module_state import ModuleBuffers
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
 
@@ -86,11 +87,11 @@ class HookRegistration(nn.Module):
             raise ConfigurationTypeError("the buffer communication hook must be callable")
         self._buffer_hook = (state, hook, comm_hook_location)
 
-    def _run_buffer_hook(self, buffers: dict[str, Tensor]) -> bool:
+    def _run_buffer_hook(self, buffers: ModuleBuffers) -> bool:
         if self._buffer_hook is None:
             return False
         state, hook, _ = self._buffer_hook
-        futures = hook(state, buffers)
+        futures = hook(state, dict(buffers.named()))
         if futures is not None:
             self._reducer.wait_for += [futures] if isinstance(futures, torch._C.Future) else list(futures)
         return True

@@ -69,9 +69,16 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class Caps:
-    """Bucket sizes in bytes: the n-th bucket of a kind closes once it holds `bytes[n]` or more, the last entry goes on for ever."""
+    """Where buckets end.
+
+    Args:
+        bytes: the n-th bucket of a kind closes once it holds `bytes[n]` or more, the last entry goes on for ever.
+        ends: explicit boundaries in the sizes' place: every open bucket closes after each of these parameters, and nowhere else. They name
+            parameters and not positions, so that they stay where they are when others are left out.
+    """
 
     bytes: tuple[int, ...]
+    ends: frozenset[int] | None = None
 
     def of(self, number: int) -> int:
         return self.bytes[min(number, len(self.bytes) - 1)]
@@ -92,7 +99,7 @@ def assign(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Caps) -> 
     Args:
         sizes: of every parameter.
         order: the parameters to lay out, in the order in which their gradients become ready.
-        caps: bucket sizes.
+        caps: where buckets end.
 
     Returns:
         The buckets in launch order, each with its parameters in ready order.
@@ -103,14 +110,18 @@ def assign(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Caps) -> 
         size = sizes[parameter]
         buckets = filled.setdefault(size.kind, [[]])
         size_bytes = size.numel * size.element_bytes
-        if buckets[-1] and open_bytes[size.kind] >= caps.of(len(buckets) - 1):
+        if caps.ends is None and buckets[-1] and open_bytes[size.kind] >= caps.of(len(buckets) - 1):
             buckets.append([])
         if not buckets[-1]:
             open_bytes[size.kind] = 0
         buckets[-1].append(parameter)
         open_bytes[size.kind] += size_bytes
+        if caps.ends is not None and parameter in caps.ends:
+            for of_kind in filled.values():
+                if of_kind[-1]:
+                    of_kind.append([])
     ready = {parameter: position for position, parameter in enumerate(order)}
-    return sorted((bucket for buckets in filled.values() for bucket in buckets), key=lambda bucket: ready[bucket[-1]])
+    return sorted((bucket for buckets in filled.values() for bucket in buckets if bucket), key=lambda bucket: ready[bucket[-1]])
 
 
 def plan(

@@ -22,7 +22,7 @@ from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.kernels.reference import QUANTISED_BLOCK
 from ddpcomm.plans import FlattenPlan, QuantisePlan, choose, implementations
 
-__all__ = ["FlattenPlan", "QuantisePlan", "dequantise", "flatten", "implementations", "norm", "quantise", "unflatten"]
+__all__ = ["FlattenPlan", "QuantisePlan", "dequantise", "flatten", "implementations", "is_taken_as_it_is", "norm", "quantise", "unflatten"]
 
 
 def flatten(
@@ -137,6 +137,11 @@ def dequantise(
     plan = _quantise_plan("dequantise", written, codes, offsets, code, implementation)
     plan.dequantise(codes, scales, written, scale, accumulate)
     _write_back(written, tensors)
+
+
+def is_taken_as_it_is(tensor: Tensor) -> bool:
+    """Whether a plan takes this tensor, whose elements then fill a stretch of memory and mean what is written there."""
+    return not (tensor.is_conj() or tensor.is_neg()) and _is_dense(tensor)
 
 
 # ---- plans for one call ---------------------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ class ParameterSet:
         self.names = [m.name for m in self.managed]
         self.parameters = [m.parameter for m in self.managed]
         self._containers = ContainerWatch([c for m in modules for c in (m._parameters, m._modules)])
-        self._buffer_holders = [m._buffers for m in modules]
 
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.
@@ -100,10 +99,6 @@ class ParameterSet:
         its gradient is missing or of another dtype.
         """
         return self._containers.changed() or any(p.requires_grad for p in self._frozen)
-
-    def has_buffers(self) -> bool:
-        """Whether some module has an entry for a buffer. Costs 10 ns a module."""
-        return any(self._buffer_holders)
 
     def newcomers(self, former: Iterable[ManagedParameter]) -> list[int]:
         """Indices of the parameters here that had no place in `former`."""

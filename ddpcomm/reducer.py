@@ -32,6 +32,7 @@ from ddpcomm.settlement import collect_notices, settle, settle_deferred
 from ddpcomm.statistics import Statistics
 from ddpcomm.status import Notice
 from ddpcomm.streams import stream_reader
+from ddpcomm.timeline import Timeline
 
 _DEVICE_LIMIT = timedelta(minutes=30)
 
@@ -83,6 +84,7 @@ class Reducer:
         self.warns_of_unused = not (options.find_unused_parameters or options.static_graph)
         self.late: set[int] = set()
         self.failure: DDPCommError | None = None
+        self.timeline: Timeline | None = None
         self._delayed = frozenset(delayed)
         self.defers_status = communicator.device.type != "cpu" and not options.check_at_once
         self.deferred: DeferredStatus | None = None
@@ -159,6 +161,8 @@ class Reducer:
         self.unhook()
         self.watch.forget()
         self._mode = Mode.IDLE
+        if self.timeline is not None:
+            self.timeline.close()
 
     # ---- a backward begins ------------------------------------------------------------------------------------------
 
@@ -225,6 +229,8 @@ class Reducer:
         self.record.complete = False
         self.statistics.backward_starts()
         self._reduction = self.new_reduction()
+        if self.timeline is not None:
+            self._reduction.recording = self.timeline.step(self.arrangement)
         if mode is Mode.OVERLAPPED:
             self.countdown.arm(self._reduction.arrangement)
 
@@ -241,6 +247,8 @@ class Reducer:
         reduction = self._reduction
         if reduction is None:
             return
+        if reduction.recording is not None:
+            reduction.recording.look_for_full(self.countdown.is_full)
         while reduction.next < reduction.arrangement.last and self.countdown.is_full(reduction.next):
             self.statistics.bucket_launched()
             reduction.launch(producers=self.countdown.streams(reduction.next))
@@ -307,6 +315,8 @@ class Reducer:
 
     def _synchronize(self, reduction: Reduction, fires: Sequence[int]) -> None:
         self.statistics.gradients_complete()
+        if reduction.recording is not None:
+            reduction.recording.mark("complete")
         used = [count > 0 for count in fires]
         if not all(used):
             used = [flag or self.record.is_own(p) for flag, p in zip(used, self.parameters.parameters, strict=True)]
@@ -321,6 +331,8 @@ class Reducer:
         self.statistics.buckets_reduced = reduction.launched
         self.statistics.ready_order = self.ready_order()
         self.statistics.communication_ends()
+        if reduction.recording is not None:
+            reduction.recording.finish()
 
     def shadow(self) -> None:
         """Takes part, with zeros, in a backward of the other ranks: this one has run out of input. Collective."""

@@ -13,6 +13,7 @@ from ddpcomm.comm.base import Communicator, Work
 from ddpcomm.comm_hook import CommHook
 from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommHookError, CommunicationError
+from ddpcomm.recording import StepRecording
 from ddpcomm.sparse import average
 from ddpcomm.status import Notice, Status, decode, encode
 from ddpcomm.streams import wait_for_producers
@@ -47,6 +48,8 @@ class Reduction:
         """Parameters without a gradient when their bucket went out."""
         self.failure: CommHookError | None = None
         self.launched = 0
+        self.recording: StepRecording | None = None
+        """Where to note times, while there is a timeline."""
         self.said_something = False
         """Whether this rank's last bucket carried a notice."""
         self._communicator = communicator
@@ -101,13 +104,20 @@ class Reduction:
             said = notices()
             self.said_something = bool(said)
             words = encode(said, self._communicator.rank, self._tag)
+        recording = self.recording
+        if recording is not None:
+            recording.mark("flatten", index)
         bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
         start = bucket.layout.flags_offset if tail_only else 0
         sent = bucket.buffer.narrow(0, start, bucket.layout.total_numel - start) if start else bucket.buffer
+        if recording is not None:
+            recording.launches(index)
         try:
             self._works.append(self._communicator.all_reduce(sent, "avg" if self._averages else "sum"))
         except CommunicationError as error:
             raise self._explain(error, index) from error
+        if recording is not None:
+            recording.sent(index, self._works[-1])
         self.launched += not tail_only
 
     def _flags(self, bucket: Bucket, used: Sequence[bool] | None) -> list[bool]:
@@ -116,7 +126,12 @@ class Reduction:
 
     def _launch_hook(self, index: int, bucket: Bucket, sources: Sequence[Tensor | None], flags: Sequence[bool] | None) -> None:
         hook = self._hook
+        recording = self.recording
+        if recording is not None:
+            recording.mark("flatten", index)
         bucket.pack(sources, flags, (), 1.0)
+        if recording is not None:
+            recording.mark("all_reduce", index)
         self._works.append(None)
         self.launched += 1
         if hook is None:
@@ -125,6 +140,8 @@ class Reduction:
             self._futures[index] = hook.start(bucket, is_last=index == self.arrangement.last - 1)
         except CommHookError as error:
             self.failure = self.failure or error
+        if recording is not None:
+            recording.sent(index, None)
 
     def launch_rest(self, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool, skip_unused: bool) -> None:
         """Sends every bucket that hasn't gone out yet.
@@ -168,12 +185,17 @@ class Reduction:
 
     def finish_hooks(self) -> None:
         """Waits for the hooks' futures, so that the last bucket can say how they went."""
+        recording = self.recording
         for index, future in self._futures.items():
+            if recording is not None:
+                recording.mark("wait", index)
             try:
                 if self._hook is not None:
                     self._hook.finish(self.arrangement.buckets[index], future)
             except CommHookError as error:
                 self.failure = self.failure or error
+            if recording is not None:
+                recording.waited(index)
         self._futures.clear()
 
     def average_sparse(self, parameters: Sequence[Tensor], used: Sequence[bool], *, void: bool = False) -> None:
@@ -197,13 +219,18 @@ class Reduction:
         return DeferredStatus(*self._wait_for_words())
 
     def _wait_for_words(self) -> tuple[Tensor, float]:
+        recording = self.recording
         for index, work in enumerate(self._works):
             if work is None:
                 continue
+            if recording is not None:
+                recording.mark("wait", index)
             try:
                 work.wait()
             except CommunicationError as error:
                 raise self._explain(error, index) from error
+            if recording is not None:
+                recording.waited(index)
             if self._averages and self._divisor != self._communicator.world_size:
                 bucket = self.arrangement.buckets[index]
                 bucket.buffer.narrow(0, 0, bucket.layout.data_numel).mul_(self._communicator.world_size / self._divisor)
@@ -240,7 +267,11 @@ class Reduction:
                     bucket.views[position].copy_(value)
             bucket.statistics = None
             if any(used):
+                if self.recording is not None:
+                    self.recording.mark("unflatten", index)
                 bucket.unpack(used, self._as_view, with_norms)
+                if self.recording is not None:
+                    self.recording.mark("unflattened", index)
             bucket.forget()
 
     def _explain(self, error: CommunicationError, index: int) -> CommunicationError:

@@ -1,12 +1,63 @@
-"""When forward, backward and communication began and ended: the figures of `stats()` and of torch's `_get_ddp_logging_data()`."""
+"""When forward, backward and communication began and ended: the figures of `stats()` and of torch's `_get_ddp_logging_data()`.
+
+The clock is the host's. On the CPU that is all there is; on CUDA the host runs ahead of the device, and these times tell how long it
+took the host to put the work on its streams: for the device's own times record a timeline.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 _TIMES = ("forward", "backward", "communication", "overlap")
 _ALWAYS_SAMPLED = 10
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Durations within one step, or their means over several. The names are torch's.
+
+    Args:
+        forward: from the begin of the forward to that of the backward.
+        backward_compute: from there until the last gradient of this rank.
+        backward_communication: from the first bucket's flatten until all averages are in place.
+        overlap: the part of it that lies within `backward_compute`.
+    """
+
+    forward: timedelta
+    backward_compute: timedelta
+    backward_communication: timedelta
+    overlap: timedelta
+
+    @property
+    def exposed(self) -> timedelta:
+        """What the step takes longer for the exchange of gradients."""
+        return self.backward_communication - self.overlap
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What `DistributedDataParallel.stats()` returns.
+
+    Args:
+        steps: how many backwards that synchronise have ended well.
+        last, average: times of the last of them, and their mean over all; zero before the first.
+        initial_bucket_bytes: bytes of gradients in each bucket, as first laid out.
+        bucket_bytes: the same as laid out now.
+        rebuilt: whether the buckets have been laid out in the order in which gradients become ready.
+        buckets_reduced: how many went out in the last backward.
+        unused_parameter_bytes: bytes of the parameters that no rank used in it.
+    """
+
+    steps: int
+    last: StepTimes
+    average: StepTimes
+    initial_bucket_bytes: tuple[int, ...]
+    bucket_bytes: tuple[int, ...]
+    rebuilt: bool
+    buckets_reduced: int
+    unused_parameter_bytes: int
 
 
 @dataclass
@@ -27,6 +78,7 @@ class Statistics:
     sampled_iteration: int = 0
     unused_parameter_bytes: int = 0
     buckets_reduced: int = 0
+    initial_bucket_bytes: tuple[int, ...] = ()
     error: str = ""
     ready_order: list[int] = field(default_factory=list)
     last: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TIMES, 0))
@@ -77,3 +129,20 @@ class Statistics:
     def average_ns(self, what: str) -> int:
         """Mean over all steps of "forward", "backward", "communication" or "overlap"."""
         return self.sums[what] // max(self._steps, 1)
+
+    def summary(self, bucket_bytes: tuple[int, ...], *, rebuilt: bool) -> StepStatistics:
+        """All of it, given how the buckets are laid out now."""
+        return StepStatistics(
+            steps=self._steps,
+            last=_step_times(self.last),
+            average=_step_times({what: self.average_ns(what) for what in _TIMES}),
+            initial_bucket_bytes=self.initial_bucket_bytes,
+            bucket_bytes=bucket_bytes,
+            rebuilt=rebuilt,
+            buckets_reduced=self.buckets_reduced,
+            unused_parameter_bytes=self.unused_parameter_bytes,
+        )
+
+
+def _step_times(nanoseconds: dict[str, int]) -> StepTimes:
+    return StepTimes(*(timedelta(microseconds=nanoseconds[what] / 1e3) for what in _TIMES))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpcomm.comm.torch_ddp import environment_facts
 from ddpcomm.errors import SynchronizationError
@@ -119,11 +119,13 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
+        "has_sync_bn": int(any(isinstance(layer, nn.SyncBatchNorm) for layer in ddp.module.modules())),
+        "is_multi_device_module": int(ddp.is_multi_device_module),
         "iteration": statistics.sampled_iteration,
         "dtypes": ", ".join(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters)),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "num_parameter_tensors": len(parameters),
-        "bucket_sizes": bucket_sizes,
+        "bucket_sizes": ", ".join(map(str, statistics.initial_bucket_bytes)),
         "unused_parameter_size": statistics.unused_parameter_bytes,
         "has_rebuilt_buckets": int(reducer.learned),
         "num_buckets_reduced": statistics.buckets_reduced,

@@ -35,6 +35,7 @@ SHORT = {
     "make test": "make --dry-run test",
     "pip install .": "python -m pip install --dry-run --no-deps --no-build-isolation --quiet .",
     "torchrun --standalone --nproc-per-node 2 train.py": "torchrun --standalone --nproc-per-node 2 {files}/train.py",
+    "ddpcomm doctor": "python -m ddpcomm doctor",
     "python -m bench.step_time --transport process_group,shared_memory": (
         "python -m bench.step_time --transport process_group,shared_memory --models tensors400 --steps 1 --output {output}"
     ),
@@ -45,6 +46,7 @@ EXPECTED = {
     "make test": "pytest",
     "pip install .": "",
     "torchrun --standalone --nproc-per-node 2 train.py": "rank 1 of 2: loss",
+    "ddpcomm doctor": "verdict: fit for training on",
     "python -m bench.step_time --transport process_group,shared_memory": "of torch's",
 }
 

@@ -14,6 +14,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
+from ddpcomm.comm.cuda_runtime import CudaRuntime, Stream
 from ddpcomm.errors import ClosedError, ConfigurationError, ConfigurationTypeError
 
 ReduceOp = Literal["sum", "avg", "max"]
@@ -40,6 +41,16 @@ class Work(Protocol):
         """Whether the collective is done. Never blocks."""
 
 
+class CollectiveTimer(Protocol):
+    """Notes when collectives run on a device."""
+
+    def begins(self, stream: Stream) -> None:
+        """A collective is about to be put on `stream`, behind all that it waits for."""
+
+    def ends(self, stream: Stream) -> None:
+        """It has been, and nothing after it."""
+
+
 class CompletedWork:
     """Work that was done before it was returned."""
 
@@ -64,6 +75,10 @@ class Communicator(ABC):
     transport: str
     averages_in_passing: bool = False
     """Whether "avg" costs no pass over the tensor besides those of "sum"."""
+    cuda_runtime: CudaRuntime | None = None
+    """Through which it uses streams and events, if it has its own."""
+    timer: CollectiveTimer | None = None
+    """Told of each collective, by transports that put them on streams of their own."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         self.rank = rank

@@ -52,6 +52,12 @@ class CudaRuntime(Protocol):
     def wait(self, stream: Stream, event: Event) -> None:
         """What is put on the stream from now on runs after what the event stands for now."""
 
+    def timestamp(self, stream: Stream) -> Event:
+        """A new event, recorded on the stream, whose time can be told once it is complete."""
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        """The device's time between two complete timestamps."""
+
     def is_complete(self, event: Event) -> bool:
         """Whether the device has done all that the event stands for."""
 
@@ -125,6 +131,14 @@ class TorchCudaRuntime:
 
     def wait(self, stream: Stream, event: Event) -> None:
         event.wait(stream)
+
+    def timestamp(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.record(event, stream)
+        return event
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        return float(first.elapsed_time(second)) / 1e3
 
     def is_complete(self, event: Event) -> bool:
         return bool(event.query())

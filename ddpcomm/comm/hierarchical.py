@@ -68,6 +68,10 @@ class HierarchicalWork:
         self._communicator.progress()
         return self.done
 
+    def seen_done(self) -> bool:
+        """Whether it is done, without moving it on."""
+        return self.done
+
     @property
     def stage(self) -> int:
         """0 in the host, 1 between the leaders, 2 in the host again."""

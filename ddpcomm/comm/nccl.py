@@ -67,7 +67,7 @@ class NcclCommunicator(Communicator):
         self._rendezvous = rendezvous
         self._equipment = equipment
         self._library = library = equipment.library
-        self._runtime = runtime = equipment.runtime
+        self.cuda_runtime = self._runtime = runtime = equipment.runtime
         self._order = CollectiveOrder()
         failing = threading.Event()
         self._lanes = Lanes(handles, library, runtime, timeout, failing.is_set)
@@ -215,7 +215,12 @@ class NcclCommunicator(Communicator):
                 lane.follow([current, *streams])
                 if self._in_turn and self._previous_end is not None:
                     self._runtime.wait(lane.stream, self._previous_end)
+                timer = self.timer
+                if timer is not None:
+                    timer.begins(lane.stream)
                 lane.call(operation, call)
+                if timer is not None:
+                    timer.ends(lane.stream)
             except ClosedError:
                 self._watchdog.raise_if_failed()  # aborted just now
                 raise

@@ -6,6 +6,7 @@ bytes from every rank (its ring); an all-gather or a broadcast sends at most S b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -47,6 +48,11 @@ class ProcessGroupWork:
 
     def is_completed(self) -> bool:
         return self._done or self._work.is_completed()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls it, in a thread of torch's, as soon as the collective has ended, well or not. Some backends never tell."""
+        with contextlib.suppress(RuntimeError):  # the backend has no futures
+            self._work.get_future().add_done_callback(lambda _: call())
 
 
 class ProcessGroupCommunicator(Communicator):

@@ -97,6 +97,10 @@ class SharedMemoryWork:
     def is_completed(self) -> bool:
         return self._communicator._is_finished(self._number)
 
+    def seen_done(self) -> bool:
+        """Whether it is done, without moving it on."""
+        return self._communicator._channel.is_finished(self._number)
+
 
 class SharedMemoryCommunicator(Communicator):
     """The ranks of one host. Not collective to make: `attach` has done all that is.

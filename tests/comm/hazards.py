@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 HOST = "host"
-Kind = Literal["work", "record", "wait", "host_wait", "synchronize"]
+Kind = Literal["work", "record", "wait", "host_wait", "synchronize", "time"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def find_hazards(trace: list[Entry]) -> list[str]:
         elif entry.kind == "synchronize":
             for other in list(clocks.streams.values()):
                 clocks.join(HOST, other)
-        else:
+        elif entry.kind == "work":
             clocks.join(stream, clocks.of(HOST))
             clock = clocks.of(stream)
             clock[stream] = clock.get(stream, 0) + 1

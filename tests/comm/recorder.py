@@ -144,6 +144,15 @@ class RecordingRuntime:
         recorded = [entry.stream for entry in self._recorder.trace if entry.kind == "record" and entry.event == event]
         self._recorder.add(Entry("wait", stream.name, f"wait for {recorded[-1] if recorded else 'nothing'}", event=event))
 
+    def timestamp(self, stream: Any) -> int:
+        event = self.create_event()
+        self._recorder.add(Entry("time", stream.name, "time", event=event))
+        return event
+
+    def seconds_between(self, first: int, second: int) -> float:
+        """Every event comes a microsecond after the one before."""
+        return (second - first) * 1e-6
+
     def is_complete(self, event: int) -> bool:
         if self.idle:
             self._recorder.add(Entry("host_wait", HOST, "see it done", event=event))

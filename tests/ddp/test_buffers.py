@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpcomm.comm.base import Communicator
+from ddpcomm.comm.factory import create_communicator
 from tests.ddp.models import squares
 from tests.ddp.on_ranks import on_two_ranks, same_on_all_ranks
 from tests.ddp.oracle import Trial, build, whole_numbers
@@ -81,3 +84,60 @@ def test_buffers_are_left_alone_if_asked(rank: RankContext) -> None:
     for turn in range(2):
         squares(ddp, whole_numbers(turn, 5, 3)[rank.rank]).backward()
     assert ddp.module.seen == [2.0 + rank.rank] * 2
+
+
+@on_two_ranks
+def test_buffers_that_change_in_place_are_looked_at_again(rank: RankContext) -> None:
+    """What a broadcast takes is prepared once: other memory, dtype, shape or order of elements must not go by it."""
+    from ddpcomm.module_state import ModuleBuffers
+
+    communicator = on_process_group()
+    module = nn.Module()
+    module.register_buffer("values", torch.zeros(2, 3))
+    buffers = ModuleBuffers(module, ())
+    values = module.values
+    for number, change in enumerate(
+        (
+            lambda: torch.arange(6.0).view(2, 3),
+            lambda: torch.arange(6.0).view(2, 3) + 1,
+            lambda: torch.arange(6.0).view(2, 3).t(),
+            lambda: torch.arange(12.0).view(6, 2)[:, 1],
+            lambda: torch.arange(10.0),
+            lambda: torch.arange(6.0).expand(2, 6),
+            lambda: torch._neg_view(torch.arange(3.0)),
+        )
+    ):
+        expected = change() + number
+        values.data = expected.clone() if rank.rank == 0 else torch.zeros_like(expected)
+        buffers.broadcast(communicator, 0)
+        assert module.values is values
+        assert torch.equal(values, expected), number
+    module.values = torch.full((2,), 7.0 + rank.rank, dtype=torch.float64)
+    module.register_buffer("more", torch.full((3,), 5 + rank.rank))
+    buffers.broadcast(communicator, 1)
+    assert (module.values.tolist(), module.more.tolist()) == ([8.0, 8.0], [6, 6, 6])
+    del module.more
+    assert list(buffers.named()) == ["values"]
+
+
+@on_two_ranks
+def test_a_buffer_of_another_shape_on_one_rank_is_an_error_there(rank: RankContext) -> None:
+    from ddpcomm.errors import RankMismatchError
+    from ddpcomm.module_state import ModuleBuffers
+
+    communicator = on_process_group()
+    module = nn.Module()
+    module.register_buffer("values", torch.zeros(4))
+    buffers = ModuleBuffers(module, ())
+    buffers.broadcast(communicator, 0)
+    module.values.data = torch.full((2, 2) if rank.rank else (4,), 3.0)
+    if rank.rank == 0:
+        buffers.broadcast(communicator, 0)
+    else:
+        with pytest.raises(RankMismatchError, match="buffers values have other shapes"):
+            buffers.broadcast(communicator, 0)
+    assert module.values.tolist() == ([[3.0, 3.0], [3.0, 3.0]] if rank.rank else [3.0] * 4)
+
+
+def on_process_group() -> Communicator:
+    return create_communicator(None, "cpu", "process_group")

@@ -105,6 +105,24 @@ def test_buckets_close_at_their_cap(model: tuple[list[ParameterSize], list[int],
         assert is_last or sum(bytes_of) >= cap.of(number)
 
 
+@given(models, st.sets(st.integers(0, 11)))
+def test_explicit_ends(model: tuple[list[ParameterSize], list[int], int], ends: set[int]) -> None:
+    """A bucket holds what one kind has between two ends, however large."""
+    found, order, left_out = model
+    order = list(order)[left_out:]
+    expected: list[list[int]] = []
+    piece: list[int] = []
+    for parameter in order:
+        piece.append(parameter)
+        if parameter in ends or parameter == order[-1]:
+            expected += [[p for p in piece if found[p].kind == kind] for kind in dict.fromkeys(found[p].kind for p in piece)]
+            piece = []
+    buckets = assign(found, order, Caps((1,), frozenset(ends)))
+    assert sorted(buckets) == sorted(expected)
+    last = [order.index(bucket[-1]) for bucket in buckets]
+    assert last == sorted(last)
+
+
 def test_by_hand() -> None:
     found = [ParameterSize(10, 4, "single"), ParameterSize(3, 2, "half"), ParameterSize(5, 4, "single")]
     layouts = plan(found, assign(found, [2, 1, 0], Caps((1000,))), STATUS_NUMEL, control=CONTROL)
