@@ -88,7 +88,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             places, chosen = [min(counts), max(counts)], chosen * 2
         panels.setdefault(case, []).append(line_of(subject, places, chosen))
     title = f"Step over the number of communicators, {rows[0].ranks} CPU ranks (median, p20 to p80)"
-    line_chart(panels, path, title=title, x_label="communicators", y_label="step, ms", ylim=(0, None))
+    line_chart(panels, path, title=title, x_label="communicators", y_label="step, ms", from_zero=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
