@@ -5,7 +5,7 @@
 One pair of processes holds each model once, wrapped by ddpcomm, and runs steps with and without a timeline in turn, whichever of the two is
 first taking turns too; a step is forward, backward and zero_grad, and counts as long as the slower rank took. A barrier comes before each.
 The cost is the median, over rounds, of the step with a timeline less that without. Gradients are compared bit for bit before anything is
-timed.
+timed. At the end a timeline of some steps is written for each model and transport, to be looked at with `python -m ddpcomm timeline`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from ddpcomm.timeline import Timeline
 from tests.ranks import RankContext, RankPool
 
 WARM_UP_STEPS = 5
+SHOWN_STEPS = 20
+BUCKET_MB = 4  # small ones: a timeline costs something a bucket
 WITHOUT, WITH = "without", "with a timeline"
 
 
-def measure(context: RankContext, name: str, transport: str, steps: int) -> dict[str, list[float]]:
+def measure(context: RankContext, name: str, transport: str, steps: int, output: Path) -> dict[str, list[float]]:
     """Runs on each rank: seconds a step, by subject."""
     case = CASES[name]
     torch.manual_seed(0)
-    ddp = ddpcomm.DistributedDataParallel(case.build(), transport=transport, gradient_as_bucket_view=True)
+    ddp = ddpcomm.DistributedDataParallel(case.build(), transport=transport, bucket_cap_mb=BUCKET_MB)
     torch.manual_seed(1 + context.rank)
     batch = case.batch()
     timeline = Timeline(ddp._reducer)
@@ -51,6 +53,9 @@ def measure(context: RankContext, name: str, transport: str, steps: int) -> dict
                 timeline.start()
             samples[subject].append(step(case, ddp, batch))
             timeline.stop()
+    with ddp.timeline(output / f"{name}-{transport}.json"):
+        for _ in range(SHOWN_STEPS):
+            step(case, ddp, batch)
     ddp.close()
     return samples
 
@@ -108,7 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
     with RankPool(options.ranks, timeout=timedelta(minutes=10)) as pool:
         for name in options.models.split(","):
             for transport in options.transport.split(","):
-                by_rank = pool.run(measure, name, transport, min(options.steps, 10) if options.short else options.steps)
+                steps = min(options.steps, 10) if options.short else options.steps
+                by_rank = pool.run(measure, name, transport, steps, options.output)
                 rows += rows_of(CASES[name], transport, by_rank)
     lines, shares = [], dict[str, dict[str, float]]()
     for plain, added in zip(rows[::2], rows[1::2], strict=True):

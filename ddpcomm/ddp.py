@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ddpcomm import arguments
+from ddpcomm.bucket_plans import AUTO, BucketPlans
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
@@ -28,6 +30,7 @@ from ddpcomm.comm.torch_ddp import (
 )
 from ddpcomm.compat import TorchNames
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
+from ddpcomm.forward_context import is_local, is_transformed, profiled
 from ddpcomm.gradient_norm import clip
 from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
@@ -37,6 +40,7 @@ from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
 from ddpcomm.status import TAGS
 from ddpcomm.step_guard import StepGuard
+from ddpcomm.tuning import Plan
 from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
 
@@ -46,7 +50,7 @@ _NOT_COPIED = frozenset(
 )
 
 
-class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
+class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInputs, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -62,7 +66,8 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         broadcast_buffers: deprecated by torch for `forward_sync_buffers`.
         init_sync: compare the ranks' models and options, and give all ranks rank 0's parameters and buffers.
         process_group: which ranks; None means the default group.
-        bucket_cap_mb: size of a bucket in MiB; None means 25, with a first one of 1.
+        bucket_cap_mb: size of a bucket in MiB; None means 25, with a first one of 1. "auto" chooses the buckets in the first backwards,
+            from what they and the ranks' all-reduces take: see `ddpcomm.auto_tuning`.
         find_unused_parameters: unused parameters are expected. They are always dealt with; this only ends the one warning about them.
         check_reduction: deprecated by torch; has no effect.
         gradient_as_bucket_view: `.grad` becomes the bucket's memory: no copy back, and the gradients are held once.
@@ -78,6 +83,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         error_on_unsynchronized: an optimizer's step on gradients that are not averaged raises `UnsynchronizedGradientError`. On CUDA the
             host then waits at the end of every backward to hear whether it went well on all ranks; else it hears of it when the next one
             begins, and raises then.
+        plan: buckets as another run has chosen and saved them (`save_plan`), in place of sizes.
 
     Raises:
         ConfigurationError: arguments that can't be served, or a module without trainable parameters.
@@ -94,7 +100,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -110,6 +116,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         *,
         transport: str = "auto",
         error_on_unsynchronized: bool = False,
+        plan: Plan | str | PathLike[str] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -132,7 +139,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         self.parameters_to_ignore = arguments.ignored_names(module)
         self._delayed = arguments.delayed_names(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._options = arguments.reducer_options(
-            bucket_cap_mb,
+            None if isinstance(bucket_cap_mb, str) else bucket_cap_mb,
             bucket_cap_mb_list,
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
@@ -150,6 +157,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         self.module = module
         failure: DDPCommError | None = None
         try:
+            self._take_plan(bucket_cap_mb if bucket_cap_mb_list is None else bucket_cap_mb_list, plan)
             parameters = arguments.check_module(module, self.parameters_to_ignore)
             self._placement = arguments.placement(parameters, device_ids, output_device)
         except ConfigurationError as error:
@@ -191,6 +199,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
             self._reducer.wire_dtype = self._precision.reduce
             self._reducer.arrange()
         self._use_hook()
+        self._use_plan()
         self._measure()
         self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
         self._optimizer_hooks_seen = 0
@@ -207,7 +216,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective while training with gradients, if buffers are synchronised."""
-        with _profiled("DistributedDataParallel.forward"):
+        with profiled("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with active_module(self), self._short_parameters.used_by(self.module):
                 output = self.module(*inputs, **kwargs)
@@ -215,7 +224,7 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        local = _is_local()
+        local = is_local()
         if torch.is_grad_enabled() and not local:
             self._forward_starts()
             self._reducer.prepare_forward()
@@ -232,9 +241,9 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
-        if not torch.is_grad_enabled() or _is_transformed():
+        if not torch.is_grad_enabled() or is_transformed():
             return output
-        if not _is_local():
+        if not is_local():
             if self._syncs_buffers() and self._syncs_buffers_after_forward():
                 self._sync_buffers(0)
             if self.module.training:
@@ -270,7 +279,8 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
     def _describe_options(self) -> dict[str, object]:
         options = self._options
         return {
-            "bucket_cap_mb": options.caps.bytes,
+            "bucket_cap_mb": AUTO if self._tunes else options.caps.bytes,
+            "plan": None if self._plan is None else self._plan.ends,
             "gradient_as_bucket_view": options.gradient_as_bucket_view,
             "skip_all_reduce_unused_params": options.skip_unused_buckets,
             "static_graph": options.static_graph,
@@ -374,25 +384,10 @@ class DistributedDataParallel(Measurements, TorchNames, UnevenInputs, Joinable):
         self._start()
 
 
-def _profiled(name: str) -> AbstractContextManager[Any]:
-    """A range in a profiler's trace. Where none is running, this costs 0.2 us instead of 10."""
-    return torch.autograd.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
-
-
 def _give_up(reducer: Reducer, guard: StepGuard | None) -> None:
     reducer.close()
     if guard is not None:
         guard.close()
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func transforms what runs now: it takes its gradients by itself, on this rank alone."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _is_local() -> bool:
-    """Whether the forward that runs now is no step of training: a checkpoint's recomputation during backward, or a transformed one."""
-    return torch._C._current_graph_task_id() != -1 or _is_transformed()
 
 
 TorchDDP.register(DistributedDataParallel)

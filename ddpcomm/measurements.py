@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -13,6 +14,8 @@ from ddpcomm import env
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics, StepStatistics
 from ddpcomm.timeline import EnvironmentTimeline, Timeline
+
+_log = logging.getLogger(__name__)
 
 
 class Measurements(nn.Module):
@@ -59,15 +62,19 @@ class Measurements(nn.Module):
             OSError: the file can't be written.
         """
         recorder, file = Timeline(self._reducer), Path(path)
+        self._reducer.prepare_forward()  # what an interrupted backward has left under way would meet the exchanges
         recorder.align()
         recorder.start()
         try:
             yield recorder
             recorder.stop()
-            self._reducer.prepare_forward()  # what an interrupted backward has left under way would meet the exchange
+            self._reducer.prepare_forward()
             recorder.align()
             recorder.write_merged(file)
         except BaseException:
             recorder.stop()
-            recorder.write_own(file)
+            try:
+                recorder.write_own(file)
+            except OSError as error:
+                _log.warning("the timeline could not be written: %s", error)  # what has ended the block counts more
             raise

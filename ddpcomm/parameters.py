@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +99,17 @@ class ParameterSet:
         its gradient is missing or of another dtype.
         """
         return self._containers.changed() or any(p.requires_grad for p in self._frozen)
+
+    def indices(self, names: Collection[str]) -> frozenset[int]:
+        """Those of the parameters with these names."""
+        return frozenset(index for index, name in enumerate(self.names) if name in names)
+
+    def launch_order(self, ready_order: Sequence[str], delayed: Collection[str]) -> list[int]:
+        """As they become ready; those that never did in reverse order of registration; delayed ones last of all."""
+        index_of = {name: index for index, name in enumerate(self.names)}
+        known = [index_of[name] for name in ready_order if name in index_of]
+        unknown = set(index_of.values()).difference(known)
+        return sorted(known + sorted(unknown, reverse=True), key=lambda index: self.names[index] in delayed)
 
     def newcomers(self, former: Iterable[ManagedParameter]) -> list[int]:
         """Indices of the parameters here that had no place in `former`."""

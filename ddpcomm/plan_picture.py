@@ -45,6 +45,8 @@ def draw(curves: Mapping[str, Sequence[Forecast]], steps: Mapping[str, Predictio
 
 
 def _gantt(axes: Axes, name: str, prediction: Prediction) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.barh(-1, 1e3 * prediction.computed_seconds, color="tab:gray", label="backward's own work")
     for index, bucket in enumerate(prediction.buckets):
         waited = 1e3 * (bucket.started_seconds - bucket.ready_seconds)
@@ -53,7 +55,7 @@ def _gantt(axes: Axes, name: str, prediction: Prediction) -> None:
         axes.barh(index, moved, left=1e3 * bucket.started_seconds, color="tab:blue", label="all-reduce" if index == 0 else None)
     axes.axvline(1e3 * prediction.computed_seconds, color="black", linewidth=1, linestyle="--")
     axes.set_ylim(len(prediction.buckets), -2)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("ms since the start of backward")
     axes.set_ylabel("bucket")
     axes.set_title(name, fontsize=10)

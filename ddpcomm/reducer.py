@@ -8,8 +8,9 @@ the countdown; everything else runs once a bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from ddpcomm.statistics import Statistics
 from ddpcomm.status import Notice
 from ddpcomm.streams import stream_reader
 from ddpcomm.timeline import Timeline
+
+if TYPE_CHECKING:
+    from ddpcomm.auto_tuning import AutoTuner
 
 _DEVICE_LIMIT = timedelta(minutes=30)
 
@@ -85,6 +89,11 @@ class Reducer:
         self.late: set[int] = set()
         self.failure: DDPCommError | None = None
         self.timeline: Timeline | None = None
+        self.tuner: AutoTuner | None = None
+        self.bucket_ends: frozenset[str] | None = None
+        """Names of the parameters after which buckets end, in place of the sizes in `options`."""
+        self.holds_buckets_back = False
+        """Whether no bucket goes out before the end of backward, so that backward's own times can be taken."""
         self._delayed = frozenset(delayed)
         self.defers_status = communicator.device.type != "cpu" and not options.check_at_once
         self.deferred: DeferredStatus | None = None
@@ -100,7 +109,7 @@ class Reducer:
         self.countdown = Countdown(self._launch_full, self._on_uncounted, stream_reader(communicator.device))
         self._foreign = ForeignHooks(self._holds_back)
         self.parameters = ParameterSet(module, self.ignored)
-        self._order = self._launch_order(())
+        self._order = self.parameters.launch_order((), self._delayed)
         self._attach({})
         self.arrangement = self._new_arrangement()
 
@@ -115,7 +124,7 @@ class Reducer:
             fires: how often each is known to receive a gradient in a backward.
         """
         self.parameters = parameters
-        self._order = self._launch_order(ready_order)
+        self._order = self.parameters.launch_order(ready_order, self._delayed)
         self._attach(fires)
         self.arrange()
 
@@ -123,14 +132,6 @@ class Reducer:
         self._foreign.close()
         self.countdown.attach(self.parameters.parameters, [fires.get(name, 1) for name in self.parameters.names])
         self._foreign.watch(self.parameters.parameters)
-
-    def _launch_order(self, ready_order: Sequence[str]) -> list[int]:
-        """As they become ready; those that never did in reverse order of registration; delayed ones last of all."""
-        index_of = {name: index for index, name in enumerate(self.parameters.names)}
-        known = [index_of[name] for name in ready_order if name in index_of]
-        unknown = set(index_of.values()).difference(known)
-        order = known + sorted(unknown, reverse=True)
-        return sorted(order, key=lambda index: self.parameters.managed[index].name in self._delayed)
 
     def arrange(self) -> None:
         """Makes the buckets for the present parameters, order, hook and wire format. Local; gradients that are views move along."""
@@ -140,6 +141,8 @@ class Reducer:
 
     def _new_arrangement(self) -> Arrangement:
         managed, caps = self.parameters.managed, self.options.caps
+        if self.bucket_ends is not None:
+            caps = replace(caps, ends=self.parameters.indices(self.bucket_ends))
         self._in_order = [managed[index].parameter for index in self._order]
         return Arrangement(managed, self._order, caps, self.communicator, wire_dtype=self.wire_dtype, apart=self.hook is not None)
 
@@ -163,6 +166,8 @@ class Reducer:
         self._mode = Mode.IDLE
         if self.timeline is not None:
             self.timeline.close()
+        if self.tuner is not None:
+            self.tuner.close()
 
     # ---- a backward begins ------------------------------------------------------------------------------------------
 
@@ -184,7 +189,7 @@ class Reducer:
 
     def may_defer(self, reduction: Reduction, used: Sequence[bool], *, void: bool) -> bool:
         """Whether this rank can go on without hearing the others: it has nothing to say itself, and uses everything itself."""
-        silent = not void and not reduction.said_something and self.learned
+        silent = not void and not reduction.said_something and self.learned and self.tuner is None
         return self.defers_status and silent and all(used) and not self.arrangement.sparse
 
     def request_synchronization(self, outputs: Sequence[Tensor]) -> None:
@@ -215,7 +220,7 @@ class Reducer:
         if not synchronize:
             self._mode = Mode.LOCAL
             return
-        self._open_synchronizing(may_overlap=self.learned)
+        self._open_synchronizing(may_overlap=self.learned and not self.holds_buckets_back)
 
     def _open_synchronizing(self, *, may_overlap: bool) -> None:
         if self.broken is not None:
@@ -304,6 +309,7 @@ class Reducer:
         self._foreign.run_waiting(self.record.brought)
         for run in self.after_average:
             run()
+        self._tune(took_part=True)
 
     def _rest(self) -> None:
         self._mode = Mode.IDLE
@@ -320,7 +326,8 @@ class Reducer:
         used = [count > 0 for count in fires]
         if not all(used):
             used = [flag or self.record.is_own(p) for flag, p in zip(used, self.parameters.parameters, strict=True)]
-        self.launch_rest(reduction, used, lambda: collect_notices(self, reduction, fires))
+        skip = self.options.skip_unused_buckets
+        reduction.launch_rest(used, lambda: collect_notices(self, reduction, fires), void=False, skip_unused=skip)
         if reduction.absent:
             used = [flag and index not in reduction.absent for index, flag in enumerate(used)]
         settle(self, reduction, used, fires, void=False)
@@ -340,12 +347,14 @@ class Reducer:
         nothing = [0] * len(self.parameters.managed)
         used = [False] * len(nothing)
         reduction = self.new_reduction()
-        self.launch_rest(reduction, used, set, void=True)
+        reduction.launch_rest(used, set, void=True, skip_unused=self.options.skip_unused_buckets)
         settle(self, reduction, used, nothing, void=True)
+        self._tune(took_part=False)
 
-    def launch_rest(self, reduction: Reduction, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool = False) -> None:
-        """Sends every bucket that hasn't gone out yet."""
-        reduction.launch_rest(used, notices, void=void, skip_unused=self.options.skip_unused_buckets)
+    def _tune(self, *, took_part: bool) -> None:
+        if self.tuner is not None:
+            self.tuner.backward_ended(took_part=took_part)
+            self.tuner = self.tuner if self.tuner.running else None
 
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""

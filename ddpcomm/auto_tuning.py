@@ -1,0 +1,222 @@
+"""`bucket_cap_mb="auto"`: buckets from what the first backwards show, measured beside the default ones, and kept if they are faster.
+
+It goes by the backwards that synchronise, which all ranks count alike, and acts at the end of one, where all ranks are:
+
+| backwards | what happens |
+|---|---|
+| 4 | nothing: the reducer learns the order, memory is touched for the first time |
+| 5 | the default buckets are timed |
+| 5 | buckets go out only when backward has ended, so that the times at which gradients become ready are backward's own |
+| - | all-reduces are timed, the ranks exchange their times, and all choose the same plan from the slowest rank's |
+| 2 x (2 x 6) | the plan's buckets and the default ones take turns, six backwards each, of which the first doesn't count |
+
+Where the ranks' own threads move the bytes, backward stands still meanwhile. How far that is so is fitted to the default buckets' times, on
+which the choice isn't judged.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddpcomm.all_reduce_times import measure_cost, synchronize
+from ddpcomm.comm.exchange import all_gather_objects
+from ddpcomm.layout import Caps
+from ddpcomm.ready_times import BackwardProfile, profile_backwards
+from ddpcomm.simulate import Exchange, StepProfile, simulate
+from ddpcomm.tuning import Plan, choose
+
+if TYPE_CHECKING:
+    from ddpcomm.cost_model import MeasuredCost
+    from ddpcomm.reducer import Reducer
+
+_log = logging.getLogger(__name__)
+_SETTLING, _TIMED, _PROFILED, _TURNS, _TURN = 4, 5, 5, 2, 6
+_LEAST_GAIN = 0.01  # of backward: what doesn't save so much isn't worth leaving the sizes that everybody knows
+_CONTENTIONS = tuple(part / 8 for part in range(9))
+
+Steps = Generator[None, None, None]
+
+
+class AutoTuner:
+    """Tunes the buckets of one reducer, once.
+
+    Args:
+        reducer: whose. It must call `backward_ended` after every backward that synchronised, on all ranks.
+        done: called with the plan that was chosen; None where the default buckets are as good.
+    """
+
+    def __init__(self, reducer: Reducer, done: Callable[[Plan | None], None]) -> None:
+        self._owner = weakref.ref(reducer)
+        self._communicator = reducer.communicator
+        self._done = weakref.WeakMethod(done)
+        self._took_part = self._present = True
+        self._steps: Steps | None = self._tune()
+        next(self._steps)
+
+    @property
+    def running(self) -> bool:
+        return self._steps is not None
+
+    def backward_ended(self, *, took_part: bool) -> None:
+        """A backward that synchronised has ended well. Collective, now and then.
+
+        Args:
+            took_part: False on a rank that has run out of input, and was there for the others' sake.
+
+        Raises:
+            CommunicationError: a collective failed.
+        """
+        reducer = self._owner()
+        if self._steps is None or reducer is None:
+            return
+        if reducer.communicator is not self._communicator:  # other ranks: what was measured says nothing any more
+            self._steps.close()
+            self._communicator, self._steps = reducer.communicator, self._tune()
+        del reducer  # the generator must not keep it alive
+        self._present = took_part
+        self._took_part = self._took_part and took_part
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._steps = None
+
+    def close(self) -> None:
+        """Gives up. Local, idempotent; the buckets stay as they are."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
+
+    # ---- what happens, a backward at each yield ---------------------------------------------------------------------
+
+    def _tune(self) -> Steps:
+        yield from _pass(_SETTLING)
+        if self._reducer().hook is not None:
+            self._finish(None, "not tuned: a communication hook may keep something for each bucket")
+            return
+        default = yield from self._timed(_TIMED)
+        profiles = yield from self._profile()
+        plan = self._choose(profiles, median(default))
+        if plan is None:
+            self._finish(None, "tuned: the default sizes are the best")
+            return
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(2 * _TURNS):
+            tuned = turn % 2 == 0
+            self._lay_out(plan if tuned else None)
+            yield
+            times[tuned] += yield from self._timed(_TURN - 1)
+        self._conclude(plan, median(times[True]), median(times[False]))
+
+    def _timed(self, count: int) -> Generator[None, None, list[float]]:
+        """Seconds of so many backwards, with their exchange, on the slowest rank."""
+        mine = []
+        for _ in range(count):
+            yield
+            synchronize(self._communicator.device)
+            elapsed = (time.perf_counter_ns() - self._reducer().statistics.backward_start) / 1e9
+            mine.append(elapsed if self._present else 0.0)
+        return [max(times) for times in zip(*all_gather_objects(self._communicator, mine), strict=True)]
+
+    def _profile(self) -> Generator[None, None, list[BackwardProfile]]:
+        """Every rank's profile of a typical backward, once all of them have had input the whole time."""
+        while True:
+            self._took_part = True
+            self._reducer().holds_buckets_back = True
+            try:
+                with profile_backwards(self._reducer()) as profiles:
+                    yield from _pass(_PROFILED)
+            finally:
+                if (owner := self._owner()) is not None:
+                    owner.holds_buckets_back = False
+                del owner
+            mine = _typical(profiles) if self._took_part and profiles else None
+            everyone = all_gather_objects(self._communicator, mine)
+            found = [profile for profile in everyone if profile is not None]
+            if len(found) == len(everyone):
+                return found
+
+    def _choose(self, profiles: Sequence[BackwardProfile], default_seconds: float) -> Plan | None:
+        """The best plan; None where it makes the buckets that there are. Collective; every rank computes it from equal figures."""
+        reducer = self._reducer()
+        managed = [member for member in reducer.parameters.managed if not member.sparse]
+        if not managed:
+            return None
+        length = max(profile.compute_seconds for profile in profiles)
+        ready = [max(p.ready_seconds.get(member.name, length) for p in profiles) for member in managed]
+        step = StepProfile(tuple(m.size(reducer.wire_dtype) for m in managed), tuple(min(r, length) for r in ready), length)
+        cost = measure_cost(self._communicator, step.total_bytes)
+        copied = max(all_gather_objects(self._communicator, _copy_seconds(step.total_bytes, reducer.communicator.device)))
+        exchange = _fitted(step, cost, step.total_bytes / copied, reducer.options.gradient_as_bucket_view, default_seconds)
+        plan = choose(signature(reducer), step, exchange)
+        bucket_ends = {bucket.members[-1].name for bucket in reducer.arrangement.buckets if bucket.members}
+        return None if set(plan.ends) == bucket_ends else plan
+
+    def _lay_out(self, plan: Plan | None) -> None:
+        reducer = self._reducer()
+        reducer.bucket_ends = None if plan is None else frozenset(plan.ends)
+        reducer.arrange()
+
+    def _conclude(self, plan: Plan, tuned_seconds: float, default_seconds: float) -> None:
+        kept = tuned_seconds < (1 - _LEAST_GAIN) * default_seconds
+        self._lay_out(plan if kept else None)
+        measured = f"measured {tuned_seconds * 1e3:.3f} ms beside {default_seconds * 1e3:.3f} ms"
+        verdict = "they are kept" if kept else "the default sizes are kept"
+        self._finish(plan if kept else None, f"tuned: {plan.summary()}; {measured}; {verdict}")
+
+    def _finish(self, plan: Plan | None, text: str) -> None:
+        if self._communicator.rank == 0:
+            _log.info("buckets %s", text)
+        done = self._done()
+        if done is not None:
+            done(plan)
+
+    def _reducer(self) -> Reducer:
+        reducer = self._owner()
+        if reducer is None:  # nobody steps a tuner whose reducer is gone
+            raise ReferenceError("the reducer is gone")
+        return reducer
+
+
+def signature(reducer: Reducer) -> list[tuple[str, str]]:
+    """The parameters that have a place in buckets, as `Plan.check` compares them: names, and shapes, dtypes and strides as text."""
+    return [(m.name, f"{tuple(m.shape)} {m.dtype} {m.strides}") for m in reducer.parameters.managed if not m.sparse]
+
+
+def _pass(count: int) -> Steps:
+    for _ in range(count):
+        yield
+
+
+def _typical(profiles: Iterable[BackwardProfile]) -> BackwardProfile:
+    """The one of median length: times of different backwards would not fit together."""
+    by_length = sorted(profiles, key=lambda profile: profile.compute_seconds)
+    return by_length[len(by_length) // 2]
+
+
+def _copy_seconds(size_bytes: int, device: torch.device) -> float:
+    source = torch.zeros(max(size_bytes // 4, 1), dtype=torch.float32, device=device)
+    target, times = torch.zeros_like(source), []
+    for _ in range(3):
+        synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return max(min(times), 1e-9)
+
+
+def _fitted(step: StepProfile, cost: MeasuredCost, bytes_per_second: float, as_view: bool, default_seconds: float) -> Exchange:
+    """The contention at which the default buckets would take as long as they did."""
+    exchange = Exchange(cost, flatten_bytes_per_second=bytes_per_second)
+    if not as_view:
+        exchange = replace(exchange, unflatten_bytes_per_second=bytes_per_second)
+    tried = [replace(exchange, contention=contention) for contention in _CONTENTIONS]
+    return min(tried, key=lambda each: abs(simulate(step, Caps.of_mb(None), each).backward_seconds - default_seconds))
