@@ -192,8 +192,8 @@ def main(arguments: list[str] | None = None) -> None:
     made.add_argument("--every", default="1,2,4,8", help="values of n, with commas (default: %(default)s)")
     made.add_argument("--training-steps", type=int, default=1024, help="forwards of each training; 0: none (default: %(default)s)")
     options = made.parse_args(arguments)
-    rounds = min(options.steps, 6) if options.short else options.steps
-    training_steps = min(options.training_steps, 256) if options.short else options.training_steps
+    rounds = min(options.steps, 4) if options.short else options.steps
+    training_steps = min(options.training_steps, 160) if options.short else options.training_steps
     transports, everies = names(options.transport), [int(text) for text in names(options.every)]
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=30)) as pool:

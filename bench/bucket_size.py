@@ -84,7 +84,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panels.setdefault(case, []).append(line_of(subject, places, chosen))
     title = f"Step over the size of a bucket, {rows[0].ranks} CPU ranks (median, p20 to p80)"
     line_chart(
-        panels, path, title=title, x_label="bucket, MiB (0: one for each parameter)", y_label="step, ms", xscale="symlog", ylim=(0, None)
+        panels, path, title=title, x_label="bucket, MiB (0: one for each parameter)", y_label="step, ms", xscale="symlog", from_zero=True
     )
 
 

@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 
 PAGE_WIDTH = 120  # of a log file
 DPI = 100
-COLOURS = 64  # of a picture: keeps its file small
+COLOURS = 256  # of a picture: keeps its file small
 MOST_TICKS = 12
 SIMULATED = "simulated"
 
@@ -68,7 +68,8 @@ def bar_chart(values: Mapping[str, Mapping[str, float]], path: Path, *, title: s
     axes = figure.subplots()
     for index, (subject, by_case) in enumerate(values.items()):
         places = [cases.index(case) + (index - (len(values) - 1) / 2) * width for case in by_case]
-        bars = axes.bar(places, list(by_case.values()), width, label=subject)
+        label_shown = f" {subject}"  # matplotlib leaves labels out of a legend that begin with an underscore
+        bars = axes.bar(places, list(by_case.values()), width, label=label_shown)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     if reference is not None:
         axes.axhline(reference, color="black", linestyle="--", linewidth=1)
@@ -100,8 +101,17 @@ def stacked_bars(panels: Mapping[str, Mapping[str, Mapping[str, float]]], path: 
     save(figure, path)
 
 
-def line_chart(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str, x_label: str, y_label: str, **axes_settings: Any) -> None:
-    """A panel for each case, a line for each subject with its spread; `axes_settings` as for matplotlib's `Axes.set`, such as xscale."""
+def line_chart(
+    panels: Mapping[str, Sequence[Line]],
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    xscale: str = "linear",
+) -> None:
+    """A panel for each case, a line for each subject with its spread."""
     figure = Figure(figsize=(max(6.5, 1.0 + 3.8 * len(panels)), 4.2), layout="constrained")
     grid = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     shown: list[str] = []
@@ -114,7 +124,9 @@ def line_chart(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str, 
             colours[line.label] = drawn.get_color()
             if line.low and line.high:
                 axes.fill_between(line.x, line.low, line.high, color=drawn.get_color(), alpha=0.15, linewidth=0)
-        axes.set(**axes_settings)
+        axes.set_xscale(xscale)
+        if from_zero:
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         places = sorted({x for line in lines for x in line.x})
         if len(places) <= MOST_TICKS:
             axes.set_xticks(places, [f"{place:g}" for place in places])
@@ -134,5 +146,5 @@ def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
     with Image.open(path) as picture:
-        reduced = picture.convert("RGB").quantize(COLOURS)
+        reduced = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
     reduced.save(path, optimize=True)

@@ -48,10 +48,10 @@ def head(directory: Path, command: str) -> Iterator[str]:
 
 
 def kind(rows: Sequence[Row]) -> str:
-    devices = sorted({"CPU" if row.device == "cpu" else row.device for row in rows})
+    devices = sorted({"CPU ranks" if row.device == "cpu" else row.device for row in rows if row.measured})
     simulated = sum(not row.measured for row in rows)
-    text = f"All were measured on: {', '.join(devices)}."
-    return f"{text} Apart from {simulated} rows that were computed from a model, which are marked `({SIMULATED})`." if simulated else text
+    text = f"Measured on: {', '.join(devices) or 'nothing'}."
+    return f"{text} {simulated} rows were computed from a model instead; they are marked `({SIMULATED})`." if simulated else text
 
 
 def machine_text(row: Row) -> str:

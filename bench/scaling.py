@@ -64,7 +64,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panels.setdefault(case, []).append(line_of(subject, [row.ranks for row in chosen], chosen))
     simulated = "; dashed: simulated, on GPUs" if any(not row.measured for row in rows) else ""
     title = f"Step over the number of CPU ranks, which share {rows[0].machine['cores']} cores (median, p20 to p80){simulated}"
-    line_chart(panels, path, title=title, x_label="ranks", y_label="step, ms", xscale="log", ylim=(0, None))
+    line_chart(panels, path, title=title, x_label="ranks", y_label="step, ms", xscale="log", from_zero=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

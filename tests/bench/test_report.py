@@ -51,7 +51,7 @@ def test_simulated_rows_are_marked_in_tables() -> None:
 def test_the_page_says_what_is_simulated_and_where_rows_come_from(tmp_path: Path) -> None:
     write_rows([ROW, replace(SIMULATED, commit="abc")], tmp_path / "scaling.jsonl")
     page = results.write_page(tmp_path, "make bench").read_text()
-    assert "Apart from 1 rows that were computed from a model" in page
+    assert "Measured on: CPU ranks. 1 rows were computed from a model instead" in page
     assert "2000.00 (simulated)" in page
     assert ROW.commit in page
     assert "abc" in page
