@@ -22,6 +22,7 @@ SCRIPTS = (
     "accumulation",
     "communicators",
     "scaling",
+    "validate",
     "allreduce",
     "kernels",
 )

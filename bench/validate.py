@@ -13,9 +13,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import show_table
+from matplotlib.figure import Figure
+
+from bench.report import SIMULATED, Table, save, show_table
 from bench.rows import Row, write_rows
-from bench.validate_machine import TRANSPORTS, measured_rows, report_machine
+from bench.validate_machine import TRANSPORTS, machine_table, measured_rows
 from bench.validation import (
     SPREAD_FROM_ELSEWHERE,
     Comparison,
@@ -64,6 +66,44 @@ def points(title: str, comparisons: Sequence[Comparison]) -> None:
     show_table(title, ["case", "GPUs", "predicted %", "published %", "points"], lines)
 
 
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each thing that was compared; computed and measured figures stand side by side in it, and are named so."""
+    found = []
+    for what in dict.fromkeys(row.quantity for row in rows if not row.measured):
+        mine = [row for row in rows if row.quantity == what]
+        scale, unit = (1e6, "us") if mine[0].unit == "s" else (1.0, mine[0].unit)
+        lines = [[row.case, str(row.ranks), f"{row.p50 * scale:.1f}", f"{row.details['published'] * scale:.1f}"] for row in mine]
+        found.append(
+            Table(f"{what} ({SIMULATED}, beside what was published)", ["case", "GPUs", f"predicted {unit}", f"published {unit}"], lines)
+        )
+    steps = [row for row in rows if row.measured]
+    if steps:
+        found.append(machine_table(steps))
+    return found
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Predictions over what was measured, here or elsewhere: all on the diagonal would be perfect."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.measured:
+            pairs.setdefault("steps on this CPU, ms", []).append((row.p50 * 1e3, row.details["predicted"] * 1e3))
+        elif row.unit == "s":
+            pairs.setdefault("published all-reduces, GPUs, us", []).append((row.details["published"] * 1e6, row.p50 * 1e6))
+        else:
+            pairs.setdefault("published efficiencies and gains, %", []).append((row.details["published"], row.p50))
+    figure = Figure(figsize=(1.0 + 3.8 * len(pairs), 4.2), layout="constrained")
+    for axes, (name, points_of_panel) in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs.items(), strict=True):
+        x, y = zip(*points_of_panel, strict=True)
+        axes.loglog(x, y, "o", markersize=4)
+        ends = [min(*x, *y), max(*x, *y)]
+        axes.plot(ends, ends, "--", color="black", linewidth=1)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("measured")
+    figure.axes[0].set_ylabel(f"predicted ({SIMULATED})")
+    save(figure, path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--machine", action="store_true", help="also measure on this machine")
@@ -73,12 +113,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--short", action="store_true", help="also measure, two ranks and few rounds: shows that it works, says little")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows go (default: %(default)s)")
     options = parser.parse_args(arguments)
-    write_rows(published(), options.output / "validate.jsonl")
+    rows = published()
     if options.machine or options.short:
         ranks = [2] if options.short else [int(text) for text in options.ranks.split(",")]
-        rows = measured_rows(ranks, options.transport.split(","), min(options.rounds, 3) if options.short else options.rounds)
-        report_machine(rows)
-        write_rows(rows, options.output / "validate_machine.jsonl")
+        measured = measured_rows(ranks, options.transport.split(","), min(options.rounds, 3) if options.short else options.rounds)
+        machine_table(measured).show()
+        rows += measured
+    write_rows(rows, options.output / "validate.jsonl")
+    plot(rows, options.output / "validate.png")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpcomm
-from bench.report import show_table
+from bench.report import Table
 from bench.rows import Row, percentiles
 from bench.subjects import twin
 from ddpcomm import ops
@@ -162,7 +162,7 @@ def measured_rows(ranks: Sequence[int], transports: Sequence[str], rounds: int) 
     return rows
 
 
-def report_machine(rows: Sequence[Row]) -> None:
+def machine_table(rows: Sequence[Row]) -> Table:
     errors = [abs(row.details["error"]) for row in rows]
     lines = [
         [
@@ -172,5 +172,5 @@ def report_machine(rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]
-    title = f"steps on this machine, ms: median error {median(errors):.1%}, largest {max(errors):.1%}"
-    show_table(title, ["case", "without exchange", "predicted", "measured", "error"], lines)
+    title = f"steps on this CPU, ms: median error {median(errors):.1%}, largest {max(errors):.1%}"
+    return Table(title, ["case", "without exchange", "predicted", "measured", "error"], lines)

@@ -36,6 +36,9 @@ SHORT = {
     "pip install .": "python -m pip install --dry-run --no-deps --no-build-isolation --quiet .",
     "torchrun --standalone --nproc-per-node 2 train.py": "torchrun --standalone --nproc-per-node 2 {files}/train.py",
     "ddpcomm doctor": "python -m ddpcomm doctor",
+    "ddpcomm plan --model resnet50 --machine v100-one-nic --step-ms 97 --gpus 16,256,1024": (
+        "python -m ddpcomm plan --model resnet50 --machine v100-one-nic --step-ms 97 --gpus 16"
+    ),
     "python -m bench.step_time --transport process_group,shared_memory": (
         "python -m bench.step_time --transport process_group,shared_memory --models tensors400 --steps 1 --output {output}"
     ),
@@ -47,6 +50,7 @@ EXPECTED = {
     "pip install .": "",
     "torchrun --standalone --nproc-per-node 2 train.py": "rank 1 of 2: loss",
     "ddpcomm doctor": "verdict: fit for training on",
+    "ddpcomm plan --model resnet50 --machine v100-one-nic --step-ms 97 --gpus 16,256,1024": "efficiency",
     "python -m bench.step_time --transport process_group,shared_memory": "of torch's",
 }
 

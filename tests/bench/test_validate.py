@@ -54,6 +54,9 @@ def test_published_tables_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = read_rows(tmp_path / "validate.jsonl")
     assert rows
     assert not any(row.measured for row in rows)
+    assert len(validate.tables(rows)) == len({row.quantity for row in rows})
+    assert sum(len(table.lines) for table in validate.tables(rows)) == len(rows)
+    assert (tmp_path / "validate.png").exists()
 
 
 def test_a_small_measurement() -> None:
@@ -61,3 +64,4 @@ def test_a_small_measurement() -> None:
     rows = measured_rows([2], ["shared_memory"], rounds=2)
     assert [row.details["bucket_cap_mib"] for row in rows] == list(CAPS_MIB)
     assert all(row.measured and row.details["predicted"] > row.details["without_exchange"] for row in rows)
+    assert len(validate.tables(rows)[0].lines) == len(rows)
