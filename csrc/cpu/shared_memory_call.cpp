@@ -230,11 +230,12 @@ void Call::consume(const Peers& peers, std::size_t index) {
 void Call::reduce(const Peers& peers, std::size_t index, std::size_t row, Range part, void* target) {
     if (part.count == 0) return;
     std::array<void*, kMostRanks> everybody;
-    for (int rank = 0; rank < ranks_; ++rank) everybody[static_cast<std::size_t>(rank)] = data(peers, rank, index, row) + part.begin * item_bytes();
+    for (int rank = 0; rank < ranks_; ++rank)
+        everybody[static_cast<std::size_t>(rank)] = data(peers, rank, index, row) + part.begin * item_bytes();
     const bool in_place = target == nullptr;
     const double scale = arguments_.op == ReduceOp::kAvg ? 1.0 / ranks_ : 1.0;
-    reduce_function(arguments_.dtype, arguments_.op,
-                    settings_.isa)({everybody.data(), ranks_, in_place ? everybody.data() : &target, in_place ? ranks_ : 1, part.count, scale});
+    reduce_function(arguments_.dtype, arguments_.op, settings_.isa)(
+        {everybody.data(), ranks_, in_place ? everybody.data() : &target, in_place ? ranks_ : 1, part.count, scale});
 }
 
 }  // namespace ddpcomm
