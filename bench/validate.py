@@ -52,7 +52,7 @@ def published() -> list[Row]:
     points(f"the same, of one GPU without DDP: largest error {largest_error(without_ddp):.1f} points", without_ddp)
     right, pairs = pairs_in_order(gains)
     positive = sum(c.predicted > 0 for c in gains)
-    points(f"what overlap saves of a step: {positive} of {len(gains)} signs and {right} of {pairs} pairs in the published order", gains)
+    points(f"speed-up by overlap: {positive} of {len(gains)} signs and {right} of {pairs} pairs in the published order", gains)
     return [comparison.row() for group in (left_out, constants, efficiencies, without_ddp, gains) for comparison in group]
 
 
