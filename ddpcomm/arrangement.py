@@ -46,11 +46,6 @@ class Arrangement:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self.bucket_of[slot.parameter] = bucket.layout.index
-        self.early = [False] * len(managed)
-        """By parameter, whether its gradient is to be copied as soon as it is there: see `Bucket.pack_early`."""
-        for bucket in self.buckets:
-            for parameter in bucket.early:
-                self.early[parameter] = True
         self.counts = [len(bucket.slots) for bucket in self.buckets] + [len(managed) + 1]
         """How many gradients each bucket waits for. The last entry stands for no bucket at all and never runs out."""
 

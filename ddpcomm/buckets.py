@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,39 +23,6 @@ class Misfit:
 
     parameter: int
     sparse: bool
-
-
-EARLY_BYTES = 512 << 10
-"""A gradient of this size is copied as soon as it is there, while it is in the cache; smaller ones with their bucket."""
-
-
-class _Region:
-    """A stretch of the bucket that is flattened by itself: a large gradient's slot, or all that lies between two of them.
-
-    Args:
-        first, stop: positions of its entries: the slots, the flags and the status words of the bucket.
-        buffer: its part of the bucket's.
-        plan: of its entries.
-    """
-
-    def __init__(self, first: int, stop: int, buffer: Tensor, plan: ops.FlattenPlan) -> None:
-        self.first = first
-        self.stop = stop
-        self.buffer = buffer
-        self.plan = plan
-        self._early: tuple[Tensor, int] | None = None
-
-    def pack_early(self, gradient: Tensor, scale: float) -> None:
-        self.plan.flatten([gradient], self.buffer, scale)
-        self._early = gradient, gradient._version
-
-    def take_early(self, entry: Tensor | None) -> bool:
-        """Whether this entry, unchanged, has been copied already. Asked once."""
-        early, self._early = self._early, None
-        return early is not None and entry is early[0] and entry._version == early[1]
-
-    def forget_early(self) -> None:
-        self._early = None
 
 
 class Bucket:
@@ -93,49 +59,20 @@ class Bucket:
         self.flags = self.buffer.narrow(0, layout.flags_offset, len(layout.flagged))
         self._words: dict[tuple[float, ...], Tensor] = {}
         self._ones = torch.ones(len(layout.flagged), dtype=dtype, device=device)
-        self._numels = [slot.numel for slot in self.slots] + [len(layout.flagged), layout.status_numel]
-        self._offsets = [slot.offset for slot in self.slots] + [layout.flags_offset, layout.status_offset]
-        self._plan = ops.FlattenPlan(self._numels, self._offsets, layout.total_numel, dtype, device)
-        self.early: dict[int, _Region] = {}
-        """By parameter, where a gradient belongs that is copied as soon as it is there."""
-        self._regions = self._cut_regions()
+        self._plan = ops.FlattenPlan(
+            [slot.numel for slot in self.slots] + [len(layout.flagged), layout.status_numel],
+            [slot.offset for slot in self.slots] + [layout.flags_offset, layout.status_offset],
+            layout.total_numel,
+            dtype,
+            device,
+        )
         self._table = GradientTable(reader, self.parameters, self.views)
         self._gradients: list[Tensor | None] = []
         self._odd: frozenset[int] = frozenset()
         self.statistics: Tensor | None = None
         """Of the gradients as last unpacked, if that was asked for and all came from this bucket: see `ops.norm`."""
 
-    def _cut_regions(self) -> list[_Region]:
-        large = [
-            position
-            for position, (slot, member) in enumerate(zip(self.slots, self.members, strict=True))
-            if self.device.type == "cpu" and slot.numel * member.bucket_dtype.itemsize >= EARLY_BYTES
-        ]
-        bounds = sorted({0, *large, *(position + 1 for position in large), len(self._numels)})
-        regions = []
-        for first, stop in pairwise(bounds):
-            start = self._offsets[first] if first else 0
-            end = self._offsets[stop] if stop < len(self._offsets) else self.layout.total_numel
-            offsets = [offset - start for offset in self._offsets[first:stop]]
-            plan = ops.FlattenPlan(self._numels[first:stop], offsets, end - start, self.dtype, self.device)
-            regions.append(_Region(first, stop, self.buffer[start:end], plan))
-            if first in large:
-                self.early[self.slots[first].parameter] = regions[-1]
-        return regions
-
     # ---- in ---------------------------------------------------------------------------------------------------------
-
-    def pack_early(self, parameter: int, scale: float) -> None:
-        """Flattens one gradient by itself, unless it can't be taken as it is. If it changes afterwards `pack` does it again."""
-        region = self.early[parameter]
-        gradient = self._table.outside(region.first)
-        if gradient is not None:
-            region.pack_early(gradient, scale)
-
-    def forget_early(self) -> None:
-        """Lets `pack` flatten everything."""
-        for region in self.early.values():
-            region.forget_early()
 
     def gather(self) -> tuple[list[Tensor | None], list[Misfit], list[int]]:
         """Looks at every parameter's `.grad`.
@@ -184,7 +121,7 @@ class Bucket:
         view.data = self._view(position)
 
     def pack(self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, words: tuple[float, ...], scale: float) -> None:
-        """Flattens what hasn't been flattened early, in one pass over the bytes.
+        """Flattens in one pass.
 
         Args:
             sources: from `gather`.
@@ -195,10 +132,7 @@ class Bucket:
         flags = self._ones if used is None else torch.tensor(used, dtype=self.dtype, device=self.device)
         if words not in self._words:  # nearly always the same ones
             self._words[words] = torch.tensor(words, dtype=self.dtype, device=self.device)
-        entries = [*sources, flags, self._words[words]]
-        for region in self._regions:
-            if not region.take_early(entries[region.first]):
-                region.plan.flatten(entries[region.first : region.stop], region.buffer, scale)
+        self._plan.flatten([*sources, flags, self._words[words]], self.buffer, scale)
 
     # ---- out --------------------------------------------------------------------------------------------------------
 

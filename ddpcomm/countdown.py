@@ -58,9 +58,9 @@ class Countdown:
             handle.remove()
         self._handles = []
 
-    def arm(self, arrangement: Arrangement, arrived: Callable[[int], None]) -> None:
-        """From now on the expected gradients count their buckets down; `arrived` is called for those in `arrangement.early`."""
-        self._counts.arm(self.expected, arrangement.counts, arrangement.bucket_of, arrangement.early, arrived)
+    def arm(self, arrangement: Arrangement) -> None:
+        """From now on the expected gradients count their buckets down."""
+        self._counts.arm(self.expected, arrangement.counts, arrangement.bucket_of)
 
     def rest(self) -> None:
         """Nothing is expected any more."""

@@ -237,7 +237,7 @@ class Reducer:
         if self.timeline is not None:
             self._reduction.recording = self.timeline.step(self.arrangement)
         if mode is Mode.OVERLAPPED:
-            self.countdown.arm(self._reduction.arrangement, self._reduction.copy_early)
+            self.countdown.arm(self._reduction.arrangement)
 
     def new_reduction(self, arrangement: Arrangement | None = None) -> Reduction:
         """One pass over the buckets, or over those of another arrangement, which the transport reduces without a hook."""

@@ -60,14 +60,11 @@ class Reduction:
         # Who divides? A transport that averages in passing, where gradients may lie in the bucket already and a pass of our own would read
         # and write them once more; else flatten, as the bytes go by. Every rank must decide alike, whatever its gradients are.
         self._averages = as_view and hook is None and communicator.averages_in_passing
-        self._scale = 1.0 if self._averages or hook is not None else 1.0 / divisor
         self._works: list[Work | None] = []
         self._futures: dict[int, Any] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
         self._used_sparse: dict[int, bool] = {}
         self._status: Status | None = None
-        for bucket in arrangement.buckets:
-            bucket.forget_early()
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
@@ -110,7 +107,7 @@ class Reduction:
         recording = self.recording
         if recording is not None:
             recording.mark("flatten", index)
-        bucket.pack(sources, flags, words, self._scale)
+        bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
         start = bucket.layout.flags_offset if tail_only else 0
         sent = bucket.buffer.narrow(0, start, bucket.layout.total_numel - start) if start else bucket.buffer
         if recording is not None:
@@ -123,10 +120,6 @@ class Reduction:
             recording.sent(index, self._works[-1])
         self.launched += not tail_only
 
-    def copy_early(self, parameter: int) -> None:
-        """A gradient has arrived that is worth copying while it is in the cache."""
-        self.arrangement.buckets[self.arrangement.bucket_of[parameter]].pack_early(parameter, self._scale)
-
     def _flags(self, bucket: Bucket, used: Sequence[bool] | None) -> list[bool]:
         left_out = self.absent.union(misfit.parameter for misfit in self.misfits)
         return [(used is None or used[parameter]) and parameter not in left_out for parameter in bucket.layout.flagged]
@@ -136,7 +129,7 @@ class Reduction:
         recording = self.recording
         if recording is not None:
             recording.mark("flatten", index)
-        bucket.pack(sources, flags, (), self._scale)
+        bucket.pack(sources, flags, (), 1.0)
         if recording is not None:
             recording.mark("all_reduce", index)
         self._works.append(None)

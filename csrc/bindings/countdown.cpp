@@ -20,8 +20,6 @@ struct Counts {
     std::vector<std::size_t> bucket_of;              // by parameter
     py::object full;                                 // called when a bucket has all its gradients
     py::object uncounted;                            // called with the parameter's index for a gradient that was not expected
-    std::vector<bool> early;                         // by parameter: tell `arrived` as soon as it has its gradient
-    py::object arrived;                              // called with the parameter's index
     py::object current_stream;                       // tells the stream that a gradient was produced on; None where there are none
     std::vector<std::vector<std::int64_t>> streams;  // by bucket: those of its gradients
 
@@ -30,22 +28,19 @@ struct Counts {
         const std::int64_t left = --fires_left[index];
         if (left >= 0 && !current_stream.is_none() && !note_stream(bucket_of[index])) return false;
         if (left > 0) return true;
-        if (left < 0) return call(uncounted, index);
-        if (early[index] && !call(arrived, index)) return false;
-        if (--bucket_left[bucket_of[index]] != 0) return true;
-        PyObject* const result = PyObject_CallNoArgs(full.ptr());
+        PyObject* result = nullptr;
+        if (left == 0) {
+            if (--bucket_left[bucket_of[index]] != 0) return true;
+            result = PyObject_CallNoArgs(full.ptr());
+        } else {
+            const py::int_ argument(index);
+            result = PyObject_CallOneArg(uncounted.ptr(), argument.ptr());
+        }
         Py_XDECREF(result);
         return result != nullptr;
     }
 
   private:
-    static bool call(const py::object& callable, std::size_t index) {
-        const py::int_ argument(index);
-        PyObject* const result = PyObject_CallOneArg(callable.ptr(), argument.ptr());
-        Py_XDECREF(result);
-        return result != nullptr;
-    }
-
     bool note_stream(std::size_t bucket) {
         PyObject* const result = PyObject_CallNoArgs(current_stream.ptr());
         if (!result) return false;
@@ -114,9 +109,8 @@ class Countdown {
         return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(hook));
     }
 
-    void arm(std::vector<std::int64_t> expected, std::vector<std::int64_t> bucket_counts, std::vector<std::size_t> bucket_of,
-             std::vector<bool> early, py::object arrived) {
-        if (expected.size() != counts_->fires_left.size() || bucket_of.size() != expected.size() || early.size() != expected.size())
+    void arm(std::vector<std::int64_t> expected, std::vector<std::int64_t> bucket_counts, std::vector<std::size_t> bucket_of) {
+        if (expected.size() != counts_->fires_left.size() || bucket_of.size() != expected.size())
             throw py::value_error("there must be one entry for each parameter");
         for (const std::size_t bucket : bucket_of) {
             if (bucket >= bucket_counts.size()) throw py::index_error("there is no such bucket");
@@ -125,8 +119,6 @@ class Countdown {
         counts_->fires_left = expected;
         counts_->bucket_left = std::move(bucket_counts);
         counts_->bucket_of = std::move(bucket_of);
-        counts_->early = std::move(early);
-        counts_->arrived = std::move(arrived);
         expected_ = std::move(expected);
         armed_ = true;
     }
@@ -135,7 +127,6 @@ class Countdown {
         armed_ = false;
         expected_.assign(expected_.size(), 0);
         counts_->fires_left.assign(expected_.size(), 0);
-        counts_->arrived = py::none();
     }
 
     bool is_full(std::size_t bucket) const { return armed_ && counts_->bucket_left.at(bucket) == 0; }
@@ -176,8 +167,7 @@ void bind_countdown(py::module_& module) {
         .def(py::init<py::object, py::object, py::object>(), py::arg("full"), py::arg("uncounted"), py::arg("current_stream"))
         .def("resize", &Countdown::resize, py::arg("parameters"))
         .def("hook", &Countdown::hook, py::arg("index"))
-        .def("arm", &Countdown::arm, py::arg("expected"), py::arg("bucket_counts"), py::arg("bucket_of"), py::arg("early"),
-             py::arg("arrived"))
+        .def("arm", &Countdown::arm, py::arg("expected"), py::arg("bucket_counts"), py::arg("bucket_of"))
         .def("rest", &Countdown::rest)
         .def("is_full", &Countdown::is_full, py::arg("bucket"))
         .def("streams", &Countdown::streams, py::arg("bucket"))

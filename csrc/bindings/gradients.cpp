@@ -44,17 +44,6 @@ class GradientTable {
         return py::make_tuple(gradients, odd);
     }
 
-    // A parameter's .grad, if it is no view of the bucket, and `gather` would not call it odd; else None.
-    py::object outside(std::size_t position) const {
-        if (position >= places_.size()) throw py::index_error("there is no such parameter");
-        const auto i = static_cast<py::ssize_t>(position);
-        py::object gradient = grad_of(i);
-        const bool is_view = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i);
-        if (gradient.is_none() || is_view || !is_plain(gradient.ptr(), places_[position]) || (views_are_out_ && !is_placed(i)))
-            return py::none();
-        return gradient;
-    }
-
     // Positions whose .grad is no longer the object that `gather` saw.
     py::list changed(const py::list& gradients) const {
         py::list found;
@@ -119,7 +108,6 @@ void bind_gradients(py::module_& module) {
         .def(py::init<std::shared_ptr<ddpcomm::TensorReader>, py::list, py::list>(), py::arg("reader"), py::arg("parameters"),
              py::arg("views"))
         .def("gather", &GradientTable::gather)
-        .def("outside", &GradientTable::outside, py::arg("position"))
         .def("changed", &GradientTable::changed, py::arg("gradients"))
         .def("assign_views", &GradientTable::assign_views, py::arg("gradients"), py::arg("flags"));
 }

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import ddpcomm.buckets
 from ddpcomm import DistributedDataParallel
 from ddpcomm.errors import LateGradientError
 from tests.ddp.on_ranks import exchange
@@ -57,8 +56,6 @@ class Program:
     tied: bool
     options: tuple[tuple[str, Any], ...]
     steps: tuple[Step, ...]
-    early: bool = False
-    """Whether every gradient is taken for a large one, which is copied as soon as it is there."""
 
 
 class Pool(nn.Module):
@@ -96,13 +93,6 @@ def take(model: Any, step: Step, paths: tuple[Path, ...], batches: list[Tensor])
 
 
 def run_program(rank: RankContext, program: Program) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if program.early:
-            patch.setattr(ddpcomm.buckets, "EARLY_BYTES", 1)
-        take_steps(rank, program)
-
-
-def take_steps(rank: RankContext, program: Program) -> None:
     ddp = DistributedDataParallel(build(lambda: Pool(program)), **dict(program.options))
     oracle = Oracle(lambda: Pool(program))
     models = [ddp.module, *oracle.replicas]
@@ -169,7 +159,6 @@ programs = st.builds(
         }
     ).map(lambda options: tuple(options.items())),
     steps=st.lists(steps(), min_size=1, max_size=4).map(tuple),
-    early=st.booleans(),
 )
 
 

@@ -20,18 +20,12 @@ class Places:
 
     bucket_of: list[int]
     counts: list[int]
-    large: tuple[int, ...] = ()
-
-    @property
-    def early(self) -> list[bool]:
-        return [index in self.large for index in range(len(self.bucket_of))]
 
 
 class Owner:
     def __init__(self, parameters: list[Tensor], expected: list[int], streams: list[int] | None = None) -> None:
         self.full = 0
         self.uncounted: list[int] = []
-        self.arrived: list[int] = []
         self.countdown = Countdown(self.on_full, self.uncounted_gradient, (lambda: streams.pop(0)) if streams is not None else None)
         self.countdown.attach(parameters, expected)
 
@@ -53,7 +47,7 @@ def backward(*used: Tensor) -> None:
 def test_bucket_is_full_with_the_last_of_its_gradients() -> None:
     p = parameters(3)
     owner = Owner(p, [1, 1, 1])
-    owner.countdown.arm(Places([0, 0, 1], [2, 1, 4]), owner.arrived.append)
+    owner.countdown.arm(Places([0, 0, 1], [2, 1, 4]))
     backward(p[0])
     assert (owner.full, owner.countdown.is_full(0)) == (0, False)
     backward(p[1])
@@ -67,7 +61,7 @@ def test_bucket_is_full_with_the_last_of_its_gradients() -> None:
 def test_a_parameter_that_fires_twice_is_waited_for() -> None:
     p = parameters(1)
     owner = Owner(p, [2])
-    owner.countdown.arm(Places([0], [1, 2]), owner.arrived.append)
+    owner.countdown.arm(Places([0], [1, 2]))
     backward(p[0])
     assert owner.full == 0
     backward(p[0])
@@ -75,25 +69,6 @@ def test_a_parameter_that_fires_twice_is_waited_for() -> None:
     backward(p[0])
     assert owner.uncounted == [0]
     assert owner.countdown.fires() == [3]
-
-
-def test_large_gradients_are_told_of_before_their_bucket_is_full() -> None:
-    p = parameters(3)
-    owner = Owner(p, [1, 2, 1])
-    seen: list[tuple[int, int]] = []
-    owner.countdown.arm(Places([0, 0, 0], [3, 4], large=(1, 2)), lambda index: seen.append((index, owner.full)))
-    backward(p[0])
-    backward(p[1])
-    assert seen == []
-    backward(p[1])
-    backward(p[2])
-    assert seen == [(1, 0), (2, 0)]
-    assert owner.full == 1
-    backward(p[1])
-    owner.countdown.rest()
-    backward(p[2])
-    assert seen == [(1, 0), (2, 0)]
-    assert owner.uncounted == [1, 2]
 
 
 def test_every_gradient_is_uncounted_while_nothing_is_armed() -> None:
@@ -112,7 +87,7 @@ def test_every_gradient_is_uncounted_while_nothing_is_armed() -> None:
 def test_recount_counts_what_arming_forgot() -> None:
     p = parameters(1)
     owner = Owner(p, [1])
-    owner.countdown.arm(Places([0], [1, 2]), owner.arrived.append)
+    owner.countdown.arm(Places([0], [1, 2]))
     owner.countdown.recount(0)
     assert owner.full == 1
     assert owner.countdown.fires() == [1]
@@ -121,12 +96,12 @@ def test_recount_counts_what_arming_forgot() -> None:
 def test_streams_of_a_bucket_each_once() -> None:
     p = parameters(3)
     owner = Owner(p, [1, 1, 1], streams=[7, 9, 7])
-    owner.countdown.arm(Places([0, 0, 0], [3, 4]), owner.arrived.append)
+    owner.countdown.arm(Places([0, 0, 0], [3, 4]))
     backward(p[0])
     backward(p[1])
     backward(p[2])
     assert owner.countdown.streams(0) == [7, 9]
-    owner.countdown.arm(Places([0, 0, 0], [3, 4]), owner.arrived.append)
+    owner.countdown.arm(Places([0, 0, 0], [3, 4]))
     assert owner.countdown.streams(0) == []
 
 
@@ -136,7 +111,7 @@ def test_error_in_a_callback_comes_out_of_backward() -> None:
 
     counts = _native.Countdown(fail, lambda index: None, None)
     counts.resize(1)
-    counts.arm([1], [1], [0], [False], id)
+    counts.arm([1], [1], [0])
     p = parameters(1)
     p[0].register_post_accumulate_grad_hook(counts.hook(0))
     with pytest.raises(ValueError, match="full of woe"):
@@ -147,9 +122,9 @@ def test_wrong_sizes_are_refused() -> None:
     counts = _native.Countdown(lambda: None, lambda index: None, None)
     counts.resize(2)
     with pytest.raises(ValueError, match="one entry for each parameter"):
-        counts.arm([1], [1], [0], [False], id)
+        counts.arm([1], [1], [0])
     with pytest.raises(IndexError, match="no such bucket"):
-        counts.arm([1, 1], [1], [0, 1], [False, False], id)
+        counts.arm([1, 1], [1], [0, 1])
     with pytest.raises(IndexError, match="no such parameter"):
         counts.hook(2)
 
