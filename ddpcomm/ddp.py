@@ -244,7 +244,7 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
         if not torch.is_grad_enabled() or is_transformed():
             return output
         if not is_local():
-            if self._syncs_buffers() and self._syncs_buffers_after_forward():
+            if self._syncs_buffers_after_forward() and self._syncs_buffers():
                 self._sync_buffers(0)
             if self.module.training:
                 self.require_forward_param_sync = self.require_backward_grad_sync

@@ -323,9 +323,9 @@ class Reducer:
         self.statistics.gradients_complete()
         if reduction.recording is not None:
             reduction.recording.mark("complete")
-        used = [count > 0 for count in fires]
-        if not all(used):
-            used = [flag or self.record.is_own(p) for flag, p in zip(used, self.parameters.parameters, strict=True)]
+        used = [True] * len(fires)
+        if 0 in fires:
+            used = [count > 0 or self.record.is_own(p) for count, p in zip(fires, self.parameters.parameters, strict=True)]
         skip = self.options.skip_unused_buckets
         reduction.launch_rest(used, lambda: collect_notices(self, reduction, fires), void=False, skip_unused=skip)
         if reduction.absent:

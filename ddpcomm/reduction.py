@@ -239,6 +239,8 @@ class Reduction:
     def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
         """By parameter, whether some rank used it, given whether this one did."""
         result = list(used)
+        if all(used):
+            return result
         for bucket, work in zip(self.arrangement.buckets, self._works, strict=True):
             flagged = bucket.layout.flagged
             if work is not None and not all(used[parameter] for parameter in flagged):
@@ -258,10 +260,11 @@ class Reduction:
         Raises:
             LostGradientError: a gradient was taken away or exchanged while its bucket was under way.
         """
+        everything = all(used_somewhere)
         for index, bucket in enumerate(self.arrangement.buckets):
             if not bucket.slots:
                 continue
-            used = [used_somewhere[slot.parameter] for slot in bucket.slots]
+            used = [True] * len(bucket.slots) if everything else [used_somewhere[slot.parameter] for slot in bucket.slots]
             for position, value in self._kept.get(index, ()):
                 if not used[position]:
                     bucket.views[position].copy_(value)

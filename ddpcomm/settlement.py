@@ -32,7 +32,7 @@ def collect_notices(reducer: Reducer, reduction: Reduction, fires: Sequence[int]
         found.add(Notice.FAILED)
     if reducer.late:
         found.add(Notice.LATE)
-    idle = [index for index, count in enumerate(fires) if not count]
+    idle = [index for index, count in enumerate(fires) if not count] if 0 in fires else []
     frozen = any(not reducer.parameters.managed[index].parameter.requires_grad for index in idle)
     if reducer.changed or reduction.misfits or frozen:
         found.add(Notice.CHANGED)

@@ -14,27 +14,34 @@ class ContainerWatch {
     explicit ContainerWatch(const py::list& containers) {
         for (const py::handle container : containers) {
             const py::dict dictionary = py::reinterpret_borrow<py::object>(container).cast<py::dict>();
-            containers_.push_back(dictionary);
+            containers_.push_back({dictionary, PyDict_GET_SIZE(dictionary.ptr())});
             for (const auto& entry : dictionary) values_.push_back(py::reinterpret_borrow<py::object>(entry.second));
         }
     }
 
     bool changed() const {
         std::size_t next = 0;
-        for (const py::dict& container : containers_) {
+        for (const auto& [container, size] : containers_) {
+            if (PyDict_GET_SIZE(container.ptr()) != size) return true;
+            if (size == 0) continue;  // most are: what they would hold entries in need not be fetched
             PyObject* key = nullptr;
             PyObject* value = nullptr;
             Py_ssize_t position = 0;
             while (PyDict_Next(container.ptr(), &position, &key, &value)) {
-                if (next == values_.size() || values_[next].ptr() != value) return true;
+                if (values_[next].ptr() != value) return true;
                 ++next;
             }
         }
-        return next != values_.size();
+        return false;
     }
 
   private:
-    std::vector<py::dict> containers_;
+    struct Container {
+        py::dict dictionary;
+        Py_ssize_t size;
+    };
+
+    std::vector<Container> containers_;
     std::vector<py::object> values_;
 };
 

@@ -56,18 +56,19 @@ struct Counts {
 // A callable of one argument, the parameter, called by way of the vectorcall protocol.
 struct Hook {
     PyObject_HEAD vectorcallfunc call;
-    std::shared_ptr<Counts>* counts;
     std::size_t index;
+    Counts* counts;
+    std::shared_ptr<Counts>* owner;  // of the counts
 };
 
 PyObject* call_hook(PyObject* self, PyObject* const*, std::size_t, PyObject*) {
     Hook* const hook = reinterpret_cast<Hook*>(self);
-    if (!(*hook->counts)->count(hook->index)) return nullptr;
+    if (!hook->counts->count(hook->index)) return nullptr;
     Py_RETURN_NONE;
 }
 
 void free_hook(PyObject* self) {
-    delete reinterpret_cast<Hook*>(self)->counts;
+    delete reinterpret_cast<Hook*>(self)->owner;
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -104,8 +105,9 @@ class Countdown {
         Hook* const hook = PyObject_New(Hook, &hook_type);
         if (!hook) throw py::error_already_set();
         hook->call = call_hook;
-        hook->counts = new std::shared_ptr<Counts>(counts_);
         hook->index = index;
+        hook->counts = counts_.get();
+        hook->owner = new std::shared_ptr<Counts>(counts_);
         return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(hook));
     }
 

@@ -23,9 +23,8 @@ class GradientTable {
           grad_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("grad"))),
           is_neg_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("is_neg"))) {
         if (parameters_.size() != views_.size()) throw py::value_error("there must be as many views as parameters");
-        for (std::size_t i = 0; i < parameters_.size(); ++i) {
-            places_.push_back({reader_->describe(views_[i].ptr()), reader_->describe(parameters_[i].ptr())});
-        }
+        for (std::size_t i = 0; i < parameters_.size(); ++i) places_.push_back(reader_->describe(views_[i].ptr()));
+        fill_kinds();
     }
 
     // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself nor a tensor of the
@@ -37,8 +36,7 @@ class GradientTable {
         for (py::ssize_t i = 0; i < count; ++i) {
             const py::object gradient = grad_of(i);
             const bool is_view = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i);
-            if (gradient.is_none() || !(is_view || is_plain(gradient.ptr(), places_[i])) || (views_are_out_ && !is_placed(i)))
-                odd.append(i);
+            if (gradient.is_none() || !(is_view || is_plain(gradient.ptr(), kinds_[i])) || (views_are_out_ && !is_placed(i))) odd.append(i);
             PyList_SET_ITEM(gradients.ptr(), i, gradient.inc_ref().ptr());
         }
         return py::make_tuple(gradients, odd);
@@ -64,12 +62,23 @@ class GradientTable {
     }
 
   private:
-    struct Place {
-        TensorDescription view;       // whose strides count
-        TensorDescription parameter;  // whose dtype and device count
-
-        bool simple() const { return view.complete && parameter.complete && view.dtype.code != kComplex; }
-    };
+    // A gradient's kind is to have its view's shape and strides, and its parameter's dtype and device. One that never matches stands for
+    // a parameter that isn't described, or is complex.
+    void fill_kinds() {
+        std::size_t numbers = 0;
+        for (const TensorDescription& view : places_) numbers += 2 * view.shape.size();
+        numbers_.reserve(numbers);
+        for (std::size_t i = 0; i < places_.size(); ++i) {
+            const TensorDescription& view = places_[i];
+            const TensorDescription parameter = reader_->describe(parameters_[i].ptr());
+            const bool simple = view.complete && parameter.complete && view.dtype.code != kComplex;
+            const std::int64_t* const shape = numbers_.data() + numbers_.size();
+            numbers_.insert(numbers_.end(), view.shape.begin(), view.shape.end());
+            numbers_.insert(numbers_.end(), view.strides.begin(), view.strides.end());
+            const std::int32_t ndim = simple ? static_cast<std::int32_t>(view.shape.size()) : -1;
+            kinds_.push_back({parameter.dtype, parameter.device_type, parameter.device_id, ndim, shape, shape + view.shape.size()});
+        }
+    }
 
     py::object grad_of(py::ssize_t i) const {
         PyObject* const gradient = PyObject_GetAttr(PyList_GET_ITEM(parameters_.ptr(), i), grad_.ptr());
@@ -78,12 +87,10 @@ class GradientTable {
     }
 
     // Casting or moving a module gives other memory to the tensors that are its gradients.
-    bool is_placed(py::ssize_t i) const {
-        return places_[i].simple() && reader_->lies_at(PyList_GET_ITEM(views_.ptr(), i), places_[i].view);
-    }
+    bool is_placed(py::ssize_t i) const { return kinds_[i].ndim >= 0 && reader_->lies_at(PyList_GET_ITEM(views_.ptr(), i), places_[i]); }
 
-    bool is_plain(PyObject* gradient, const Place& place) const {
-        if (!place.simple() || !reader_->matches(gradient, place.view, place.parameter)) return false;
+    bool is_plain(PyObject* gradient, const TensorKind& kind) const {
+        if (!reader_->matches(gradient, kind)) return false;
         PyObject* const negative = PyObject_CallMethodNoArgs(gradient, is_neg_.ptr());
         if (!negative) throw py::error_already_set();
         Py_DECREF(negative);
@@ -95,8 +102,10 @@ class GradientTable {
     py::list views_;
     py::object grad_;
     py::object is_neg_;
-    std::vector<Place> places_;
-    bool views_are_out_ = false;  // others than the bucket have seen them
+    std::vector<TensorDescription> places_;  // of the views
+    std::vector<TensorKind> kinds_;
+    std::vector<std::int64_t> numbers_;  // their shapes and strides: side by side, for the caches' sake
+    bool views_are_out_ = false;         // others than the bucket have seen them
 };
 
 }  // namespace

@@ -46,12 +46,12 @@ const dlpack::ExchangeApi* find_api(py::handle tensor_type) {
     return api;
 }
 
-bool agrees(const dlpack::Tensor& tensor, const TensorDescription& strides, const TensorDescription& kind) {
+bool agrees(const dlpack::Tensor& tensor, const TensorKind& kind) {
     if (tensor.dtype_code != kind.dtype.code || tensor.dtype_bits != kind.dtype.bits || tensor.device_type != kind.device_type ||
-        tensor.device_id != kind.device_id || tensor.ndim != static_cast<std::int32_t>(strides.shape.size()))
+        tensor.device_id != kind.device_id || tensor.ndim != kind.ndim)
         return false;
     for (std::int32_t i = 0; i < tensor.ndim; ++i) {
-        if (tensor.shape[i] != strides.shape[i] || (tensor.shape[i] > 1 && tensor.strides[i] != strides.strides[i])) return false;
+        if (tensor.shape[i] != kind.shape[i] || (tensor.shape[i] > 1 && tensor.strides[i] != kind.strides[i])) return false;
     }
     return true;
 }
@@ -100,14 +100,18 @@ TensorDescription TensorReader::describe(PyObject* object) const {
             {tensor.strides, tensor.strides + tensor.ndim}};
 }
 
-bool TensorReader::matches(PyObject* object, const TensorDescription& strides, const TensorDescription& kind) const {
-    if (!strides.complete || !kind.complete) return false;
+TensorKind TensorDescription::kind() const {
+    return {dtype, device_type, device_id, static_cast<std::int32_t>(shape.size()), shape.data(), strides.data()};
+}
+
+bool TensorReader::matches(PyObject* object, const TensorKind& kind) const {
+    if (!api_) return false;
     dlpack::Tensor tensor;
     if (api_->tensor_from_py_object(object, &tensor) != 0) {
         PyErr_Clear();
         return false;
     }
-    return agrees(tensor, strides, kind);
+    return agrees(tensor, kind);
 }
 
 bool TensorReader::lies_at(PyObject* object, const TensorDescription& place) const {
@@ -117,7 +121,7 @@ bool TensorReader::lies_at(PyObject* object, const TensorDescription& place) con
         PyErr_Clear();
         return false;
     }
-    return data_of(tensor) == place.data && agrees(tensor, place, place);
+    return data_of(tensor) == place.data && agrees(tensor, place.kind());
 }
 
 TensorView TensorReader::read_attributes(PyObject* object) const {

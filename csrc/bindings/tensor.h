@@ -27,6 +27,16 @@ struct TensorView {
     bool dense;  // its elements fill a stretch of memory, without gap or overlap, in any order of dimensions
 };
 
+// Shape, strides, dtype and device, in memory that somebody else keeps.
+struct TensorKind {
+    Dtype dtype;
+    std::int32_t device_type;
+    std::int32_t device_id;
+    std::int32_t ndim;
+    const std::int64_t* shape;
+    const std::int64_t* strides;  // that of a dimension of size 1 or less is never taken
+};
+
 // What another tensor is compared with. `complete` is false where that can't be told fast: nothing matches then.
 struct TensorDescription {
     bool complete = false;
@@ -35,7 +45,9 @@ struct TensorDescription {
     std::int32_t device_type = 0;
     std::int32_t device_id = 0;
     std::vector<std::int64_t> shape;
-    std::vector<std::int64_t> strides;  // that of a dimension of size 1 or less is never taken
+    std::vector<std::int64_t> strides;
+
+    TensorKind kind() const;
 };
 
 // Two ways to the same facts. Through DLPack's C interface a tensor takes some 15 ns; through attributes and methods (torch 2.9, which has
@@ -51,8 +63,8 @@ class TensorReader {
     // Through DLPack alone.
     TensorDescription describe(PyObject* object) const;
 
-    // Whether a tensor has the shape and strides of one description, and dtype and device of another. Through DLPack alone, else false.
-    bool matches(PyObject* object, const TensorDescription& strides, const TensorDescription& kind) const;
+    // Whether a tensor is of this kind. Through DLPack alone, else false.
+    bool matches(PyObject* object, const TensorKind& kind) const;
 
     // Whether a tensor is all that a description says, and lies where it says. Through DLPack alone, else false.
     bool lies_at(PyObject* object, const TensorDescription& place) const;
