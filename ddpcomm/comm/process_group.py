@@ -27,7 +27,7 @@ _LOST = ("connection closed", "connection reset", "connection refused", "broken 
 class ProcessGroupWork:
     """A collective of torch's, with this package's errors."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], describe: str) -> None:
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], describe: Callable[[], str]) -> None:
         self._work = work
         self._tensors = tensors
         self._describe = describe
@@ -42,9 +42,9 @@ class ProcessGroupWork:
             else:
                 self._work.wait(timeout)
         except RuntimeError as error:
-            raise translate(error, self._describe) from error
+            raise translate(error, self._describe()) from error
         self._done = True
-        self._tensors = ()
+        self._tensors, self._describe = (), str  # what it takes to describe a failure holds the tensors, too
 
     def is_completed(self) -> bool:
         return self._done or self._work.is_completed()
@@ -73,6 +73,7 @@ class ProcessGroupCommunicator(Communicator):
         process_group = resolve(process_group)
         super().__init__(process_group.rank(), process_group.size(), device, timeout)
         self.process_group = process_group
+        self._all_reduce_options: dict[ReduceOp, dist.AllreduceOptions] = {}
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         if op == "avg":
@@ -80,9 +81,11 @@ class ProcessGroupCommunicator(Communicator):
             tensor.mul_(1.0 / self.world_size)
             op = "sum"
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        options = dist.AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[op]
-        return self._start("all_reduce", lambda: self.process_group.allreduce([real], self._limited(options)), tensor)
+        options = self._all_reduce_options.get(op)
+        if options is None:
+            options = self._all_reduce_options[op] = self._limited(dist.AllreduceOptions())
+            options.reduceOp = _REDUCE_OPS[op]
+        return self._start("all_reduce", lambda: self.process_group.allreduce([real], options), tensor)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         options = dist.BroadcastOptions()
@@ -118,12 +121,15 @@ class ProcessGroupCommunicator(Communicator):
     def _start(self, operation: str, begin: Callable[[], dist.Work], *tensors: Tensor) -> Work:
         if tensors and tensors[-1].numel() == 0:
             return CompletedWork()
-        sizes = ", ".join(f"{tensor.numel()} x {tensor.dtype}" for tensor in tensors)
-        describe = f"{operation}({sizes}) on rank {self.rank} of {self.world_size} over {self.process_group.name()}"
+
+        def describe() -> str:
+            sizes = ", ".join(f"{tensor.numel()} x {tensor.dtype}" for tensor in tensors)
+            return f"{operation}({sizes}) on rank {self.rank} of {self.world_size} over {self.process_group.name()}"
+
         try:
             return ProcessGroupWork(begin(), tensors, describe)
         except RuntimeError as error:
-            raise translate(error, describe) from error
+            raise translate(error, describe()) from error
 
 
 def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
