@@ -39,7 +39,7 @@ def measure_cost(communicator: Communicator, most_bytes: int) -> MeasuredCost:
 def _buffer(communicator: Communicator, size_bytes: int) -> torch.Tensor | None:
     try:
         return communicator.empty(size_bytes // 4, torch.float32).zero_()
-    except MemoryError:
+    except (MemoryError, RuntimeError):  # the latter is torch's, out of memory
         return None
 
 

@@ -56,6 +56,8 @@ class Arrangement:
     def take_over(self, former: Arrangement) -> None:
         """Moves gradients that are views of `former`'s buckets into these, so that its memory is free."""
         own = {id(p): view for b in self.buckets for p, view in zip(b.parameters, b.views, strict=True) if b.native_format}
+        for bucket in self.buckets:
+            bucket.hand_out_views()
         for bucket in former.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is view:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SETTLING, _TIMED, _PROFILED, _TURNS, _TURN = 4, 5, 5, 2, 6
+_MOST_PROFILES = 10
+_MOST_ATOMS = 128
+"""The search takes a second with so many; with more, runs of small gradients are not cut."""
+_MOST_COPIED_BYTES = 16 << 20
 _LEAST_GAIN = 0.01  # of backward: what doesn't save so much isn't worth leaving the sizes that everybody knows
 _CONTENTIONS = tuple(part / 8 for part in range(9))
 
@@ -74,13 +78,8 @@ class AutoTuner:
         Raises:
             CommunicationError: a collective failed.
         """
-        reducer = self._owner()
-        if self._steps is None or reducer is None:
+        if self._steps is None:
             return
-        if reducer.communicator is not self._communicator:  # other ranks: what was measured says nothing any more
-            self._steps.close()
-            self._communicator, self._steps = reducer.communicator, self._tune()
-        del reducer  # the generator must not keep it alive
         self._present = took_part
         self._took_part = self._took_part and took_part
         try:
@@ -103,6 +102,9 @@ class AutoTuner:
             return
         default = yield from self._timed(_TIMED)
         profiles = yield from self._profile()
+        if not profiles:
+            self._finish(None, "not tuned: some rank was always out of input")
+            return
         plan = self._choose(profiles, median(default))
         if plan is None:
             self._finish(None, "tuned: the default sizes are the best")
@@ -126,8 +128,8 @@ class AutoTuner:
         return [max(times) for times in zip(*all_gather_objects(self._communicator, mine), strict=True)]
 
     def _profile(self) -> Generator[None, None, list[BackwardProfile]]:
-        """Every rank's profile of a typical backward, once all of them have had input the whole time."""
-        while True:
+        """Every rank's profile of a typical backward, once all of them have had input the whole time; none if that never happens."""
+        for _ in range(_MOST_PROFILES):
             self._took_part = True
             self._reducer().holds_buckets_back = True
             try:
@@ -142,6 +144,7 @@ class AutoTuner:
             found = [profile for profile in everyone if profile is not None]
             if len(found) == len(everyone):
                 return found
+        return []
 
     def _choose(self, profiles: Sequence[BackwardProfile], default_seconds: float) -> Plan | None:
         """The best plan; None where it makes the buckets that there are. Collective; every rank computes it from equal figures."""
@@ -153,9 +156,9 @@ class AutoTuner:
         ready = [max(p.ready_seconds.get(member.name, length) for p in profiles) for member in managed]
         step = StepProfile(tuple(m.size(reducer.wire_dtype) for m in managed), tuple(min(r, length) for r in ready), length)
         cost = measure_cost(self._communicator, step.total_bytes)
-        copied = max(all_gather_objects(self._communicator, _copy_seconds(step.total_bytes, reducer.communicator.device)))
-        exchange = _fitted(step, cost, step.total_bytes / copied, reducer.options.gradient_as_bucket_view, default_seconds)
-        plan = choose(signature(reducer), step, exchange)
+        rate = min(all_gather_objects(self._communicator, _copy_bytes_per_second(step.total_bytes, reducer.communicator.device)))
+        exchange = _fitted(step, cost, rate, reducer.options.gradient_as_bucket_view, default_seconds)
+        plan = choose(signature(reducer), step, exchange, most_atoms=_MOST_ATOMS)
         bucket_ends = {bucket.members[-1].name for bucket in reducer.arrangement.buckets if bucket.members}
         return None if set(plan.ends) == bucket_ends else plan
 
@@ -201,8 +204,8 @@ def _typical(profiles: Iterable[BackwardProfile]) -> BackwardProfile:
     return by_length[len(by_length) // 2]
 
 
-def _copy_seconds(size_bytes: int, device: torch.device) -> float:
-    source = torch.zeros(max(size_bytes // 4, 1), dtype=torch.float32, device=device)
+def _copy_bytes_per_second(size_bytes: int, device: torch.device) -> float:
+    source = torch.zeros(max(min(size_bytes, _MOST_COPIED_BYTES) // 4, 1), dtype=torch.float32, device=device)
     target, times = torch.zeros_like(source), []
     for _ in range(3):
         synchronize(device)
@@ -210,7 +213,7 @@ def _copy_seconds(size_bytes: int, device: torch.device) -> float:
         target.copy_(source)
         synchronize(device)
         times.append(time.perf_counter() - began)
-    return max(min(times), 1e-9)
+    return source.nbytes / max(min(times), 1e-9)
 
 
 def _fitted(step: StepProfile, cost: MeasuredCost, bytes_per_second: float, as_view: bool, default_seconds: float) -> Exchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,36 +23,57 @@ class BucketPlans(nn.Module):
     _reducer: Reducer
     _comm_hook: Any
     _plan: Plan | None
+    _auto: bool
     _tunes: bool
 
-    def _take_plan(self, bucket_cap_mb: object, plan: Plan | str | PathLike[str] | None) -> None:
+    def _take_plan(self, bucket_cap_mb: object, bucket_cap_mb_list: object, plan: Plan | str | PathLike[str] | None) -> None:
         """Reads the constructor's arguments.
 
         Raises:
             ConfigurationError: sizes and a plan were both given, or a text other than "auto".
             PlanError: the file can't be read, or holds no plan.
         """
-        self._plan, self._tunes = None, bucket_cap_mb == AUTO
-        if plan is not None and bucket_cap_mb is not None:
-            raise ConfigurationError(f"give bucket_cap_mb or plan, not both, got bucket_cap_mb={bucket_cap_mb!r}")
+        self._plan, self._auto = None, bucket_cap_mb == AUTO
+        self._tunes = self._auto
+        sizes = bucket_cap_mb_list if bucket_cap_mb is None else bucket_cap_mb
+        if (plan is not None and sizes is not None) or (self._auto and bucket_cap_mb_list is not None):
+            raise ConfigurationError(
+                f'give sizes, "auto" or a plan, and only one of them; got bucket_cap_mb={bucket_cap_mb!r}, '
+                f"bucket_cap_mb_list={bucket_cap_mb_list!r}, plan={plan!r}"
+            )
         if isinstance(bucket_cap_mb, str) and not self._tunes:
             raise ConfigurationError(f'bucket_cap_mb must be a number of MiB or "auto", got {bucket_cap_mb!r}')
         if plan is not None:
             self._plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
 
-    def _use_plan(self) -> None:
+    def _describe_plan(self) -> str | None:
+        """Equal on two ranks if their plans are."""
+        plan = self._plan
+        return None if plan is None else hashlib.sha256(repr((plan.parameters, plan.ends)).encode()).hexdigest()[:16]
+
+    def _use_plan(self, *, check: bool) -> None:
         """Lays the buckets out by the plan, or begins to look for one. Local.
+
+        Args:
+            check: whether the plan must have been made for just these parameters. Those of a copy may have changed since then.
 
         Raises:
             PlanError: the plan was made for another model.
         """
         reducer = self._reducer
         if self._plan is not None:
-            self._plan.check(signature(reducer))
+            if check:
+                self._plan.check(signature(reducer))
             reducer.bucket_ends = frozenset(self._plan.ends)
             reducer.arrange()
         elif self._tunes and reducer.communicator.world_size > 1:
             reducer.tuner = AutoTuner(reducer, self._tuned)
+
+    def _plan_again(self) -> None:
+        """The ranks are others than before. Local; all of them must do so."""
+        if self._auto:
+            self._plan, self._tunes = None, True
+        self._use_plan(check=False)
 
     def _tuned(self, plan: Plan | None) -> None:
         self._tunes = False

@@ -188,6 +188,10 @@ class Bucket:
         numels, offsets = [slot.numel for slot in self.slots], [slot.offset for slot in self.slots]
         return ops.FlattenPlan(numels, offsets, self.layout.total_numel, self.dtype, self.device)
 
+    def hand_out_views(self) -> None:
+        """Gradients are views of this bucket before it has been unpacked."""
+        self._table.hand_out()
+
     def forget(self) -> None:
         """Lets go of the gradients that `gather` saw, so that they can be freed."""
         self._gradients = []

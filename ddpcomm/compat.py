@@ -213,6 +213,11 @@ class TorchNames(HookRegistration):
             self.process_group = new_process_group
             self._communicator = create_communicator(self.process_group, self._placement.device, self._transport)
             self._reducer.use(self._communicator)
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        """The ranks are others than before."""
+        raise AttributeError("_plan_again")
 
     # ---- the rest ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,12 +41,16 @@ class Countdown:
 
         self._counts = _native.Countdown(call_full, call_uncounted, current_stream)
         self._handles: list[Any] = []
+        self._parameters: list[Tensor] = []
+        self._tensors: list[int] = []
         self.expected: list[int] = []
         """How often each parameter receives a gradient in a backward, as far as is known."""
 
     def attach(self, parameters: Sequence[Tensor], expected: Sequence[int]) -> None:
         """Hooks these parameters, in place of those before."""
         self.detach()
+        self._parameters = list(parameters)
+        self._tensors = [parameter._cdata for parameter in parameters]  # torch's own objects, which hold the hooks
         self.expected = list(expected)
         self._counts.resize(len(parameters))
         for index, parameter in enumerate(parameters):
@@ -57,6 +61,16 @@ class Countdown:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def unhooked(self, indices: Iterable[int]) -> list[int]:
+        """Those of these parameters that have lost their hook: to `torch.utils.swap_tensors`, say, which leaves the object the same."""
+        return [i for i in indices if self._parameters[i]._cdata != self._tensors[i]]
+
+    def give_hooks_back(self) -> None:
+        """Tells torch of the hooks, the user's among them, of those that have lost theirs: the object has kept them."""
+        for i in self.unhooked(range(len(self._parameters))):
+            parameter = self._parameters[i]
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
     def arm(self, arrangement: Arrangement) -> None:
         """From now on the expected gradients count their buckets down."""

@@ -157,7 +157,7 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
         self.module = module
         failure: DDPCommError | None = None
         try:
-            self._take_plan(bucket_cap_mb if bucket_cap_mb_list is None else bucket_cap_mb_list, plan)
+            self._take_plan(bucket_cap_mb, bucket_cap_mb_list, plan)
             parameters = arguments.check_module(module, self.parameters_to_ignore)
             self._placement = arguments.placement(parameters, device_ids, output_device)
         except ConfigurationError as error:
@@ -173,9 +173,9 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
         cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
         self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
         self._error_on_unsynchronized = error_on_unsynchronized
-        self._start()
+        self._start(check_plan=True)
 
-    def _start(self) -> None:
+    def _start(self, *, check_plan: bool) -> None:
         """What can't be copied or pickled. Local."""
         self._statistics = Statistics()
         self._module_buffers = ModuleBuffers(self.module, self.parameters_to_ignore)
@@ -199,7 +199,7 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
             self._reducer.wire_dtype = self._precision.reduce
             self._reducer.arrange()
         self._use_hook()
-        self._use_plan()
+        self._use_plan(check=check_plan)
         self._measure()
         self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
         self._optimizer_hooks_seen = 0
@@ -280,7 +280,7 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
         options = self._options
         return {
             "bucket_cap_mb": AUTO if self._tunes else options.caps.bytes,
-            "plan": None if self._plan is None else self._plan.ends,
+            "plan": self._describe_plan(),
             "gradient_as_bucket_view": options.gradient_as_bucket_view,
             "skip_all_reduce_unused_params": options.skip_unused_buckets,
             "static_graph": options.static_graph,
@@ -381,7 +381,7 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
 
     def _take_up(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._start()
+        self._start(check_plan=False)
 
 
 def _give_up(reducer: Reducer, guard: StepGuard | None) -> None:

@@ -71,6 +71,8 @@ class HookRegistration(nn.Module):
             name = hook.name
         else:
             bound = hook.bind(lambda: self._reducer.communicator) if isinstance(hook, Quantized) else hook
+            if self._reducer.tuner is not None:
+                self._reducer.stop_tuning()  # a hook may keep something for each bucket
             self._reducer.hook = CommHook(state, bound)
             name = self._reducer.hook.name
         self._reducer.arrange()

@@ -90,7 +90,7 @@ class ParameterSet:
                 self._frozen.append(parameter)
         self.names = [m.name for m in self.managed]
         self.parameters = [m.parameter for m in self.managed]
-        self._containers = ContainerWatch([c for m in modules for c in (m._parameters, m._modules)])
+        self._containers = ContainerWatch([m.__dict__ for m in modules], ("_parameters", "_modules"))
 
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.

@@ -37,10 +37,12 @@ def profile_backwards(reducer: Reducer) -> Iterator[list[BackwardProfile]]:
     """
     profiles: list[BackwardProfile] = []
     timeline = Timeline(reducer)
-    timeline.start()
     names = reducer.parameters.names
-    handles = [_watch(parameter, index, timeline) for index, parameter in enumerate(reducer.parameters.parameters)]
+    handles: list[RemovableHandle] = []
     try:
+        timeline.start()
+        trainable = [(i, p) for i, p in enumerate(reducer.parameters.parameters) if p.requires_grad]
+        handles += [_watch(parameter, index, timeline) for index, parameter in trainable]
         yield profiles
     finally:
         for handle in handles:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,12 @@ from ddpcomm.statistics import Statistics
 from ddpcomm.status import Notice
 from ddpcomm.streams import stream_reader
 from ddpcomm.timeline import Timeline
-
-if TYPE_CHECKING:
-    from ddpcomm.auto_tuning import AutoTuner
+from ddpcomm.tunable import Tunable
 
 _DEVICE_LIMIT = timedelta(minutes=30)
 
 
-class Reducer:
+class Reducer(Tunable):
     """Averages the gradients of a module's parameters over the ranks of a communicator, during backward.
 
     Making one is local, apart from what its communicator's `empty` needs. Every backward that synchronises is collective.
@@ -69,6 +67,7 @@ class Reducer:
         wants_synchronization: Callable[[], bool] = lambda: True,
         statistics: Statistics | None = None,
     ) -> None:
+        super().__init__()
         self.module = module
         self.communicator = communicator
         self.options = options
@@ -89,11 +88,6 @@ class Reducer:
         self.late: set[int] = set()
         self.failure: DDPCommError | None = None
         self.timeline: Timeline | None = None
-        self.tuner: AutoTuner | None = None
-        self.bucket_ends: frozenset[str] | None = None
-        """Names of the parameters after which buckets end, in place of the sizes in `options`."""
-        self.holds_buckets_back = False
-        """Whether no bucket goes out before the end of backward, so that backward's own times can be taken."""
         self._delayed = frozenset(delayed)
         self.defers_status = communicator.device.type != "cpu" and not options.check_at_once
         self.deferred: DeferredStatus | None = None
@@ -146,12 +140,19 @@ class Reducer:
         self._in_order = [managed[index].parameter for index in self._order]
         return Arrangement(managed, self._order, caps, self.communicator, wire_dtype=self.wire_dtype, apart=self.hook is not None)
 
+    def hook_again(self) -> None:
+        """Hooks the parameters once more, after some have lost theirs."""
+        self.countdown.give_hooks_back()
+        self._attach(dict(zip(self.parameters.names, self.countdown.expected, strict=True)))
+
     def use(self, communicator: Communicator) -> None:
         """Goes on over other ranks. Local; no backward may be under way."""
         self.communicator = communicator
         self.divisor = float(communicator.world_size)
         self.broken = None
         self.learned = False
+        self.stop_tuning()
+        self._order = self.parameters.launch_order((), self._delayed)  # the ranks had learned theirs in other company
         self.arrange()
 
     def unhook(self) -> None:
@@ -306,10 +307,12 @@ class Reducer:
             self._on_interrupt()
             raise
         self._rest()
-        self._foreign.run_waiting(self.record.brought)
-        for run in self.after_average:
-            run()
-        self._tune(took_part=True)
+        try:
+            self._foreign.run_waiting(self.record.brought)
+            for run in self.after_average:
+                run()
+        finally:
+            self._tune(took_part=True)
 
     def _rest(self) -> None:
         self._mode = Mode.IDLE
@@ -350,11 +353,6 @@ class Reducer:
         reduction.launch_rest(used, set, void=True, skip_unused=self.options.skip_unused_buckets)
         settle(self, reduction, used, nothing, void=True)
         self._tune(took_part=False)
-
-    def _tune(self, *, took_part: bool) -> None:
-        if self.tuner is not None:
-            self.tuner.backward_ended(took_part=took_part)
-            self.tuner = self.tuner if self.tuner.running else None
 
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 def collect_notices(reducer: Reducer, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
     """What this rank has to say at the end of a backward."""
     _look_for_lost(reducer, reduction)
+    idle = [index for index, count in enumerate(fires) if not count] if 0 in fires else []
+    _look_for_unhooked(reducer, idle)
     found = set()
     if reducer.failure is not None or reduction.failure is not None:
         found.add(Notice.FAILED)
     if reducer.late:
         found.add(Notice.LATE)
-    idle = [index for index, count in enumerate(fires) if not count] if 0 in fires else []
     frozen = any(not reducer.parameters.managed[index].parameter.requires_grad for index in idle)
     if reducer.changed or reduction.misfits or frozen:
         found.add(Notice.CHANGED)
@@ -50,6 +51,20 @@ def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
             LostGradientError(
                 f"the gradient of {names} was taken away or exchanged during backward, before it was averaged. Use it after backward, "
                 "or in a hook registered with register_post_accumulate_grad_hook, which runs once the average is there"
+            )
+        )
+
+
+def _look_for_unhooked(reducer: Reducer, idle: Sequence[int]) -> None:
+    unhooked = reducer.countdown.unhooked(idle)
+    if unhooked:
+        names = ", ".join(reducer.parameters.managed[index].name for index in unhooked[:10])
+        reducer.hook_again()
+        reducer.fail_at_end(
+            LostGradientError(
+                f"{names} had lost the hook that notices its gradient, which was not averaged: torch.utils.swap_tensors does that, and so"
+                " do conversions with torch.__future__.set_swap_module_params_on_conversion(True). It is hooked again: clear the gradients "
+                "(zero_grad), and go on"
             )
         )
 

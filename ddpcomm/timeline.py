@@ -66,8 +66,14 @@ class Timeline:
     def stop(self) -> None:
         """Records no further. On a device the host waits until it is idle. Idempotent."""
         reducer = self._reducer()
-        if reducer is not None and reducer.timeline is self:
-            reducer.timeline = self._former
+        if reducer is not None:
+            above = reducer.timeline
+            if above is self:
+                reducer.timeline = self._former
+            while above is not None:
+                if above._former is self:
+                    above._former = self._former
+                above = above._former
         if self._communicator.timer is self:
             self._communicator.timer = None
         if self._started:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpcomm.bucket_search import best_ends
+from ddpcomm.bucket_search import MOST_ATOMS, best_ends
 from ddpcomm.cost_model import CostModel, MeasuredCost
 from ddpcomm.errors import PlanError
 from ddpcomm.layout import Caps
@@ -135,7 +135,13 @@ class Plan:
         return cls.from_json(content)
 
 
-def choose(parameters: Sequence[tuple[str, str]], profile: StepProfile, exchange: Exchange, communicators: Sequence[int] = (1,)) -> Plan:
+def choose(
+    parameters: Sequence[tuple[str, str]],
+    profile: StepProfile,
+    exchange: Exchange,
+    communicators: Sequence[int] = (1,),
+    most_atoms: int = MOST_ATOMS,
+) -> Plan:
     """The plan with the earliest predicted end of backward. Local and deterministic.
 
     The boundaries are the best for one communicator. For several they are those that would be best if each all-reduce's latency were shared
@@ -147,12 +153,13 @@ def choose(parameters: Sequence[tuple[str, str]], profile: StepProfile, exchange
         exchange: what travelling costs, also the same. Its `communicators` don't matter; `cost` must be a `MeasuredCost` to be saved as is,
             and is sampled at the sizes of the buckets else.
         communicators: numbers to try, in rising order.
+        most_atoms: as for `best_ends`.
     """
     names = [name for name, _ in parameters]
     default = simulate(profile, Caps.of_mb(None), replace(exchange, communicators=1))
     best: tuple[float, int, frozenset[int]] | None = None
     for count in communicators:
-        ends = best_ends(profile, replace(exchange, communicators=1, cost=_SharedLatency(exchange.cost, count)), slack=SLACK)
+        ends = best_ends(profile, replace(exchange, communicators=1, cost=_SharedLatency(exchange.cost, count)), most_atoms, SLACK)
         end = simulate(profile, Caps.of_mb(None) if not ends else Caps((1,), ends), replace(exchange, communicators=count)).backward_seconds
         if best is None or end < best[0] - _MORE_COMMUNICATORS_MUST_SAVE * profile.backward_seconds:
             best = end, count, ends

@@ -51,6 +51,9 @@ class GradientTable {
         return found;
     }
 
+    // Others than the bucket have the views from now on: they may exchange their memory.
+    void hand_out() { views_are_out_ = true; }
+
     // Makes the view the .grad of every parameter that is flagged and doesn't have it yet.
     void assign_views(const py::list& gradients, const std::vector<bool>& flags) {
         views_are_out_ = true;
@@ -118,5 +121,6 @@ void bind_gradients(py::module_& module) {
              py::arg("views"))
         .def("gather", &GradientTable::gather)
         .def("changed", &GradientTable::changed, py::arg("gradients"))
+        .def("hand_out", &GradientTable::hand_out)
         .def("assign_views", &GradientTable::assign_views, py::arg("gradients"), py::arg("flags"));
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +34,8 @@ def cut_everywhere(patch: pytest.MonkeyPatch, least_gain: float) -> None:
     """The plan is a bucket for each parameter, whatever was measured."""
     choose = ddpcomm.auto_tuning.choose
 
-    def one_each(*arguments: object) -> Plan:
-        plan = choose(*arguments)  # type: ignore[arg-type]
+    def one_each(*arguments: Any, **options: Any) -> Plan:
+        plan = choose(*arguments, **options)
         return Plan(**{**vars(plan), "ends": plan.order})
 
     patch.setattr(ddpcomm.auto_tuning, "choose", one_each)
@@ -198,3 +200,125 @@ def test_a_rank_without_memory_for_the_largest_all_reduce(rank: RankContext) -> 
 def test_only_one_word_is_known(rank: RankContext) -> None:
     with pytest.raises(ConfigurationError, match="bucket_cap_mb must be a number of MiB or \"auto\", got 'fast'"):
         DistributedDataParallel(build(chain), bucket_cap_mb="fast")
+
+
+@on_two_ranks
+def test_a_hook_that_raises_on_one_rank_while_tuning(rank: RankContext) -> None:
+    """The averages are in place by then: that rank goes on counting backwards with the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch, ALWAYS)
+        trial = Trial(rank, chain, bucket_cap_mb="auto")
+
+        def fail(_: torch.Tensor) -> None:
+            raise ValueError("on purpose")
+
+        for step in range(BACKWARDS + 2):
+            trial.step(squares, whole_numbers(step, 4, 3))
+            if step % 9 == 2 and rank.rank == 1:
+                handle = trial.ddp.module[0].weight.register_post_accumulate_grad_hook(fail)
+                with pytest.raises(ValueError, match="on purpose"):
+                    squares(trial.ddp, whole_numbers(step, 4, 3)[1]).backward()
+                handle.remove()
+            elif step % 9 == 2:
+                squares(trial.ddp, whole_numbers(step, 4, 3)[0]).backward()
+        assert trial.ddp._reducer.tuner is None
+        assert len(same_on_all_ranks(buckets(trial.ddp))) == 6
+
+
+@on_two_ranks
+def test_a_parameter_frozen_within_a_step_while_tuning(rank: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch, ALWAYS)
+        ddp = DistributedDataParallel(build(chain), bucket_cap_mb="auto")
+        weight = ddp.module[2].weight
+        for step in range(BACKWARDS):
+            loss = squares(ddp, whole_numbers(step, 4, 3)[rank.rank])
+            weight.requires_grad_(step % 4 != 0)
+            loss.backward()
+            weight.requires_grad_(True)
+            same_on_all_ranks([p.grad.tolist() for p in ddp.parameters() if p is not weight or step % 4 != 0])
+            ddp.zero_grad()
+        assert same_on_all_ranks(ddp._reducer.tuner) is None
+
+
+@on_two_ranks
+def test_another_group_starts_tuning_anew(rank: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch, ALWAYS)
+        trial = Trial(rank, chain, bucket_cap_mb="auto", transport="process_group")
+        for step in range(16):  # in a turn of the plan's
+            trial.step(squares, whole_numbers(step, 4, 3))
+        assert len(buckets(trial.ddp)) == 6
+        trial.ddp._update_process_group(torch.distributed.new_group())
+        assert len(buckets(trial.ddp)) == 1
+        for step in range(BACKWARDS):
+            trial.step(squares, whole_numbers(step, 4, 3))
+        assert trial.ddp._reducer.tuner is None
+        assert len(same_on_all_ranks(buckets(trial.ddp))) == 6
+        assert trial.ddp.plan is not None
+
+
+@on_two_ranks
+def test_groups_that_learned_other_orders_can_be_merged(rank: RankContext) -> None:
+    class AnyOrder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, swapped: bool) -> torch.Tensor:
+            return self.first(self.second(x)) if swapped else self.second(self.first(x))
+
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank.rank]
+    ddp = DistributedDataParallel(build(AnyOrder), process_group=alone, bucket_cap_mb=1e-6)
+    for _ in range(3):
+        ddp(torch.ones(2, 3), rank.rank == 1).sum().backward()
+        ddp.zero_grad()
+    ddp._update_process_group(torch.distributed.group.WORLD)
+    for step in range(3):
+        ddp(whole_numbers(step, 2, 3)[rank.rank], False).sum().backward()
+        same_on_all_ranks([p.grad.tolist() for p in ddp.parameters()])
+        ddp.zero_grad()
+
+
+@on_two_ranks
+def test_plans_are_compared_and_copies_take_theirs_along(rank: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch, ALWAYS)
+        trial = Trial(rank, chain, bucket_cap_mb="auto")
+        for step in range(BACKWARDS):
+            trial.step(squares, whole_numbers(step, 4, 3))
+    plan = trial.ddp.plan
+    assert plan is not None
+    other = Plan(**{**vars(plan), "parameters": tuple((name, f"{what} ") for name, what in plan.parameters)})
+    with pytest.raises(DDPCommError, match="option plan"):
+        DistributedDataParallel(build(chain), plan=plan if rank.rank == 0 else other)
+    trial.ddp.module[2].weight.requires_grad_(False)
+    squares(trial.ddp, whole_numbers(0, 4, 3)[rank.rank]).backward()
+    twin = copy.deepcopy(trial.ddp)
+    twin.zero_grad()
+    squares(twin, whole_numbers(0, 4, 3)[rank.rank]).backward()
+    same_on_all_ranks([p.grad.tolist() for p in twin.parameters() if p.requires_grad])
+    with pytest.raises(ConfigurationError, match="only one of them"):
+        DistributedDataParallel(build(chain), bucket_cap_mb="auto", bucket_cap_mb_list=[1])
+
+
+@on_two_ranks
+def a_timeline_across_the_profile(rank: RankContext, directory: str) -> None:
+    ddp = DistributedDataParallel(build(chain), bucket_cap_mb="auto")
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            squares(ddp, whole_numbers(step, 4, 3)[rank.rank]).backward()
+            ddp.zero_grad()
+
+    steps(8)
+    with ddp.timeline(f"{directory}/across.json"):
+        steps(3)  # the tuner's own recording begins within
+    steps(3)
+    with ddp.timeline(f"{directory}/after.json"):
+        steps(3)
+    assert ddp._reducer.timeline is None
+
+
+def test_a_timeline_across_the_profile(two_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    a_timeline_across_the_profile(two_ranks, directory=str(tmp_path))
