@@ -107,7 +107,7 @@ class AutoTuner:
             return
         plan = self._choose(profiles, median(default))
         if plan is None:
-            self._finish(None, "tuned: the default sizes are the best")
+            self._finish(None, "stay as they are: nothing better was found")
             return
         times: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(2 * _TURNS):
@@ -147,7 +147,10 @@ class AutoTuner:
         return []
 
     def _choose(self, profiles: Sequence[BackwardProfile], default_seconds: float) -> Plan | None:
-        """The best plan; None where it makes the buckets that there are. Collective; every rank computes it from equal figures."""
+        """The best plan; None where it makes the buckets that there are, or some rank has no memory left to find out.
+
+        Collective; every rank computes it from equal figures.
+        """
         reducer = self._reducer()
         managed = [member for member in reducer.parameters.managed if not member.sparse]
         if not managed:
@@ -156,8 +159,11 @@ class AutoTuner:
         ready = [max(p.ready_seconds.get(member.name, length) for p in profiles) for member in managed]
         step = StepProfile(tuple(m.size(reducer.wire_dtype) for m in managed), tuple(min(r, length) for r in ready), length)
         cost = measure_cost(self._communicator, step.total_bytes)
-        rate = min(all_gather_objects(self._communicator, _copy_bytes_per_second(step.total_bytes, reducer.communicator.device)))
-        exchange = _fitted(step, cost, rate, reducer.options.gradient_as_bucket_view, default_seconds)
+        mine = _copy_bytes_per_second(step.total_bytes, reducer.communicator.device)
+        rates = [rate for rate in all_gather_objects(self._communicator, mine) if rate is not None]
+        if len(rates) < self._communicator.world_size:
+            return None
+        exchange = _fitted(step, cost, min(rates), reducer.options.gradient_as_bucket_view, default_seconds)
         plan = choose(signature(reducer), step, exchange, most_atoms=_MOST_ATOMS)
         bucket_ends = {bucket.members[-1].name for bucket in reducer.arrangement.buckets if bucket.members}
         return None if set(plan.ends) == bucket_ends else plan
@@ -204,9 +210,13 @@ def _typical(profiles: Iterable[BackwardProfile]) -> BackwardProfile:
     return by_length[len(by_length) // 2]
 
 
-def _copy_bytes_per_second(size_bytes: int, device: torch.device) -> float:
-    source = torch.zeros(max(min(size_bytes, _MOST_COPIED_BYTES) // 4, 1), dtype=torch.float32, device=device)
-    target, times = torch.zeros_like(source), []
+def _copy_bytes_per_second(size_bytes: int, device: torch.device) -> float | None:
+    """None where there is no memory for it, which the other ranks must hear."""
+    try:
+        source, target = (torch.zeros(max(min(size_bytes, _MOST_COPIED_BYTES) // 4, 1), device=device) for _ in range(2))
+    except RuntimeError:
+        return None
+    times = []
     for _ in range(3):
         synchronize(device)
         began = time.perf_counter()

@@ -92,6 +92,10 @@ class BucketPlans(nn.Module):
             OSError: the file can't be written.
         """
         if self._plan is None:
-            why = "tuning has not ended yet" if self._tunes else 'the buckets have the default sizes; bucket_cap_mb="auto" looks for a plan'
+            why = (
+                "tuning has not ended yet"
+                if self._reducer.tuner is not None
+                else 'the buckets have the default sizes; bucket_cap_mb="auto" looks for a plan'
+            )
             raise PlanError(f"there is no plan to save: {why}")
         self._plan.save(Path(path))

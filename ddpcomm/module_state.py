@@ -147,7 +147,7 @@ class ModuleBuffers:
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
-    return [(t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in tensors]
+    return [(t.dtype, t.device, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in tensors]
 
 
 def _plan(tensors: Sequence[Tensor]) -> ops.FlattenPlan:

@@ -64,7 +64,6 @@ class Reduction:
         self._futures: dict[int, Any] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
         self._used_sparse: dict[int, bool] = {}
-        self._status: Status | None = None
 
     # ---- out --------------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from ddpcomm.cli.output import OUTPUT, show_table
 from ddpcomm.errors import ConfigurationError
 from ddpcomm.forecast import COMMUNICATION_BOUND, Forecast, Options, Remedy, communication_bound_from, forecast, remedies
 from ddpcomm.machines import MACHINES, Machine, machine
@@ -22,7 +21,17 @@ from ddpcomm.step_source import read_step
 from ddpcomm.workloads import WORKLOADS
 
 _MIB = 1 << 20
-_PAGE_WIDTH = 120  # of a log file
+
+
+class _Findings(NamedTuple):
+    """By number of GPUs, each of the last three."""
+
+    name: str
+    place: Machine
+    profile: StepProfile
+    usual: Sequence[Forecast]
+    best: Sequence[Forecast]
+    help_at: Sequence[Sequence[Remedy]]
 
 
 def plan(
@@ -50,10 +59,11 @@ def plan(
     usual = [forecast(profile, place, count, options) for count in counts]
     best = [forecast(profile, place, count, replace(options, best_buckets=True)) for count in counts]
     help_at = [remedies(profile, place, count, options) for count in counts]
+    found = _Findings(name, place, profile, usual, best, help_at)
     if as_json:
-        sys.stdout.write(json.dumps(_as_json(name, place, profile, usual, best, help_at), indent=1) + "\n")
+        sys.stdout.write(json.dumps(_as_json(found), indent=1) + "\n")
     else:
-        _show(Console(width=None if sys.stdout.isatty() else _PAGE_WIDTH), name, place, profile, usual, best, help_at)
+        _show(found)
     if picture is not None:
         steps = {f"{usual[-1].ranks} GPUs, default sizes": usual[-1].prediction, f"{best[-1].ranks} GPUs, best": best[-1].prediction}
         draw({"default bucket sizes": usual, "best bucket sizes": best}, steps, picture, f"{name} on {place.name} (predicted)")
@@ -90,54 +100,41 @@ def _bucket_sizes(found: Forecast) -> str:
     return f"{len(sizes)}: {min(sizes):.2f} to {max(sizes):.1f} MiB"
 
 
-def _show(
-    console: Console,
-    name: str,
-    place: Machine,
-    profile: StepProfile,
-    usual: Sequence[Forecast],
-    best: Sequence[Forecast],
-    help_at: Sequence[Sequence[Remedy]],
-) -> None:
-    console.print(
+def _show(found: _Findings) -> None:
+    name, place, profile, usual, best, help_at = found
+    OUTPUT.print(
         f"{name} on {place.name}: one GPU's step {profile.step_seconds * 1e3:.2f} ms, backward {profile.backward_seconds * 1e3:.2f} ms; "
         f"gradients {profile.total_bytes / _MIB:.1f} MiB. Everything below is predicted.",
         highlight=False,
     )
-    table = Table(title="ms a step; exposed communication with default bucket sizes and with the best", title_justify="left")
-    for column in ("GPUs", "step", "exposed", "efficiency", "best: step", "exposed", "efficiency", "best buckets", "what helps most"):
-        table.add_column(column, justify="left" if column.startswith(("best buckets", "what")) else "right")
-    for one, other, found in zip(usual, best, help_at, strict=True):
+    columns = ("GPUs", "step", "exposed", "efficiency", "best: step", "exposed", "efficiency", "best buckets", "what helps most")
+    lines = []
+    for one, other, helping in zip(usual, best, help_at, strict=True):
         figures = [
             text
             for f in (one, other)
             for text in (f"{f.step_seconds * 1e3:.2f}", f"{f.exposed_seconds * 1e3:.2f}", f"{100 * f.efficiency:.1f}%")
         ]
-        most = next(remedy for remedy in found if not remedy.changes_training)
+        most = next(remedy for remedy in helping if not remedy.changes_training)
         saved = one.step_seconds - most.step_seconds
-        table.add_row(str(one.ranks), *figures, _bucket_sizes(other), f"{most.name}: -{1e3 * saved:.2f}" if saved > 0 else "nothing")
-    console.print(table)
+        lines.append([str(one.ranks), *figures, _bucket_sizes(other), f"{most.name}: -{1e3 * saved:.2f}" if saved > 0 else "nothing"])
+    show_table("ms a step; exposed communication with default bucket sizes and with the best", columns, lines)
     bound = communication_bound_from(usual)
-    console.print(
+    OUTPUT.print(
         f"more than {COMMUNICATION_BOUND:.0%} of the step is exposed communication "
         + (f"from {bound} GPUs on (of those asked for)" if bound is not None else "at none of these numbers of GPUs"),
         highlight=False,
     )
     last = usual[-1]
-    console.print(f"what would help at {last.ranks} GPUs, each alone:", highlight=False)
+    OUTPUT.print(f"what would help at {last.ranks} GPUs, each alone:", highlight=False)
     for remedy in help_at[-1]:
         saved = last.step_seconds - remedy.step_seconds
-        console.print(f"  {remedy.name}: {remedy.step_seconds * 1e3:.2f} ms a step, {saved / last.step_seconds:.1%} less", highlight=False)
+        OUTPUT.print(f"  {remedy.name}: {remedy.step_seconds * 1e3:.2f} ms a step, {saved / last.step_seconds:.1%} less", highlight=False)
 
 
-def _as_json(
-    name: str,
-    place: Machine,
-    profile: StepProfile,
-    usual: Sequence[Forecast],
-    best: Sequence[Forecast],
-    help_at: Sequence[Sequence[Remedy]],
-) -> dict[str, Any]:
+def _as_json(found: _Findings) -> dict[str, Any]:
+    name, place, profile, usual, best, help_at = found
+
     def point(found: Forecast) -> dict[str, Any]:
         return {
             "step_seconds": found.step_seconds,
@@ -156,9 +153,9 @@ def _as_json(
                 "gpus": one.ranks,
                 "default": point(one),
                 "best": point(other),
-                "remedies": [{"name": remedy.name, "step_seconds": remedy.step_seconds} for remedy in found],
+                "remedies": [{"name": remedy.name, "step_seconds": remedy.step_seconds} for remedy in helping],
             }
-            for one, other, found in zip(usual, best, help_at, strict=True)
+            for one, other, helping in zip(usual, best, help_at, strict=True)
         ],
         "communication_bound_from_gpus": communication_bound_from(usual),
     }

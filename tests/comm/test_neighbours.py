@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,13 +84,12 @@ def test_forced_split(ranks: Callable[[int], RankPool]) -> None:
 
 def other_kernel(context: RankContext) -> None:
     """Ranks on different kernels don't try, and ranks that can't listen are alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        path = f"/tmp/boot-id-{os.getpid()}"
-        with open(path, "w") as file:
-            file.write(f"kernel {context.rank % 2}")
-        patch.setattr(neighbours, "_BOOT_ID", type(neighbours._BOOT_ID)(path))
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "boot_id"
+        path.write_text(f"kernel {context.rank % 2}")
+        patch.setattr(neighbours, "_BOOT_ID", path)
         assert find_neighbours(bootstrap(context)).hosts == ((0, 2), (1,))
-        os.unlink(path)
+        path.unlink()
         assert find_neighbours(bootstrap(context)).hosts == ((0,), (1,), (2,))
 
 

@@ -187,13 +187,40 @@ def test_communication_hooks_keep_their_buckets(rank: RankContext) -> None:
 
 @on_two_ranks
 def test_a_rank_without_memory_for_the_largest_all_reduce(rank: RankContext) -> None:
-    made = ddpcomm.all_reduce_times._buffer
     with pytest.MonkeyPatch.context() as patch:
-        limit = 100_000 if rank.rank else 1 << 30
-        patch.setattr(ddpcomm.all_reduce_times, "_buffer", lambda c, size: made(c, size) if size <= limit else None)
         ddp = DistributedDataParallel(build(chain))
+        make = ddp._communicator.empty
+
+        def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if rank.rank == 1 and numel > 25_000:
+                raise RuntimeError("can't allocate memory")  # as torch's allocators do
+            return make(numel, dtype)
+
+        patch.setattr(ddp._communicator, "empty", empty)
         cost = ddpcomm.all_reduce_times.measure_cost(ddp._communicator, 1 << 20)
     assert [size for size, _ in same_on_all_ranks(cost.points)] == [4096, 16384, 65536]
+
+
+@on_two_ranks
+def test_a_rank_without_memory_for_a_copy(rank: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch, ALWAYS)
+        trial = Trial(rank, chain, bucket_cap_mb="auto")
+        zeros = torch.zeros
+
+        def refused(*arguments: Any, **options: Any) -> torch.Tensor:
+            if rank.rank == 1:
+                raise RuntimeError("can't allocate memory")
+            return zeros(*arguments, **options)
+
+        patch.setattr(torch, "zeros", refused)
+        copy_speed = ddpcomm.auto_tuning._copy_bytes_per_second
+        assert (copy_speed(1 << 10, torch.device("cpu")) is None) == (rank.rank == 1)
+        patch.setattr(torch, "zeros", zeros)
+        patch.setattr(ddpcomm.auto_tuning, "_copy_bytes_per_second", lambda *_: None if rank.rank == 1 else 1e9)
+        for step in range(BACKWARDS):
+            trial.step(squares, whole_numbers(step, 4, 3))
+        assert same_on_all_ranks((trial.ddp._reducer.tuner, trial.ddp.plan)) == (None, None)
 
 
 @on_two_ranks
