@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 from ddpcomm import arguments
 from ddpcomm.bucket_plans import AUTO, BucketPlans
-from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
 from ddpcomm.comm.process_group import resolve
@@ -23,34 +21,27 @@ from ddpcomm.comm.torch_ddp import (
     ProcessGroup,
     TorchDDP,
     active_module,
-    all_groups,
     count_optimizer_hooks,
-    default_group,
     take_over_optimizer_hooks,
 )
 from ddpcomm.compat import TorchNames
+from ddpcomm.copies import Copies
 from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.forward_context import is_local, is_transformed, profiled
-from ddpcomm.gradient_norm import clip
+from ddpcomm.gradient_queries import GradientQueries
 from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
 from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
-from ddpcomm.status import TAGS
 from ddpcomm.step_guard import StepGuard
 from ddpcomm.tuning import Plan
 from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
 
-_NOT_COPIED = frozenset(
-    {"process_group", "device_mesh", "_communicator", "_reducer", "_module_buffers", "_statistics", "_finalizer", "_guard"}
-    | {"_optimizer_hooks_seen"}
-)
 
-
-class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInputs, Joinable):
+class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies, TorchNames, UnevenInputs, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -309,79 +300,6 @@ class DistributedDataParallel(BucketPlans, Measurements, TorchNames, UnevenInput
             self._module_buffers.broadcast(self._communicator, source)
         except RankMismatchError as error:
             self._reducer.fail_at_end(error)
-
-    # ---- the norm of the gradients ----------------------------------------------------------------------------------
-
-    def grad_norm(self) -> Tensor:
-        """The 2-norm of all parameters' gradients: one float64. Local; after a backward that synchronised it is the same on all ranks.
-
-        From the second call on it costs nothing beside the backward that averaged the gradients, as long as nothing has changed them
-        since: its sum of squares is taken as they are written. On CUDA the host doesn't wait.
-        """
-        return self._reducer.norms.statistics(self.module.parameters())[0].sqrt()
-
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales the gradients so that their 2-norm is at most `max_norm`. Returns the norm before, as `grad_norm` does.
-
-        Raises:
-            NonFiniteGradientError: the norm is not finite, and `error_if_nonfinite` is set.
-        """
-        parameters = list(self.module.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return clip(gradients, self._reducer.norms.statistics(parameters), max_norm, error_if_nonfinite)
-
-    # ---- what happened ----------------------------------------------------------------------------------------------
-
-    def unused_parameters(self) -> dict[str, str]:
-        """Parameters that this rank did not use in the last backward that synchronised, and whether others did. Local."""
-        return dict(self._reducer.record.unused)
-
-    def unsynchronized_parameters(self) -> dict[str, str]:
-        """Parameters whose `.grad` is not the average over the ranks, and why. Local."""
-        found = self._reducer.record.unsynchronized(self._reducer.parameters)
-        named = self.module.named_parameters()
-        ignored = {name: "ignored by request" for name, p in named if name in self.parameters_to_ignore and p.grad is not None}
-        return {**found, **ignored}
-
-    def _unsynchronized_by_id(self) -> dict[int, tuple[str, str]]:
-        found = self._reducer.record.unsynchronized(self._reducer.parameters)
-        return {id(p): (name, found[name]) for name, p in self.module.named_parameters() if name in found}
-
-    # ---- copies -----------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not default_group():
-            raise ConfigurationError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when you have called "
-                "init_process_group and have not passed process_group argument to DDP constructor"
-            )
-        return self._copied_state()
-
-    def _copied_state(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = resolve(None)
-        # Loading is local, maybe on one rank alone: only this transport needs nobody else to be made.
-        self._take_up(create_communicator(self.process_group, self._placement.device, "process_group"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        twin = type(self).__new__(type(self))
-        nn.Module.__init__(twin)
-        memo[id(self)] = twin
-        memo.update((id(group), group) for group in all_groups())  # a hook's state may hold one
-        twin.__dict__.update(copy.deepcopy(self._copied_state(), memo))
-        twin.process_group = self.process_group
-        if hasattr(self, "device_mesh"):
-            twin.device_mesh = self.device_mesh
-        twin._tag = (self._tag + 1) % TAGS
-        twin._take_up(self._communicator)
-        return twin
-
-    def _take_up(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._start(check_plan=False)
 
 
 def _give_up(reducer: Reducer, guard: StepGuard | None) -> None:

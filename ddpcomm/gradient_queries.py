@@ -1,0 +1,49 @@
+"""What a model tells of its gradients: their norm, and which of them are averages."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ddpcomm.gradient_norm import clip
+from ddpcomm.reducer import Reducer
+
+
+class GradientQueries(nn.Module):
+    """Base of DistributedDataParallel, which has the attributes named here."""
+
+    module: nn.Module
+    parameters_to_ignore: set[str]
+    _reducer: Reducer
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all parameters' gradients: one float64. Local; after a backward that synchronised it is the same on all ranks.
+
+        From the second call on it costs nothing beside the backward that averaged the gradients, as long as nothing has changed them
+        since: its sum of squares is taken as they are written. On CUDA the host doesn't wait.
+        """
+        return self._reducer.norms.statistics(self.module.parameters())[0].sqrt()
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales the gradients so that their 2-norm is at most `max_norm`. Returns the norm before, as `grad_norm` does.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return clip(gradients, self._reducer.norms.statistics(parameters), max_norm, error_if_nonfinite)
+
+    def unused_parameters(self) -> dict[str, str]:
+        """Parameters that this rank did not use in the last backward that synchronised, and whether others did. Local."""
+        return dict(self._reducer.record.unused)
+
+    def unsynchronized_parameters(self) -> dict[str, str]:
+        """Parameters whose `.grad` is not the average over the ranks, and why. Local."""
+        found = self._reducer.record.unsynchronized(self._reducer.parameters)
+        named = self.module.named_parameters()
+        ignored = {name: "ignored by request" for name, p in named if name in self.parameters_to_ignore and p.grad is not None}
+        return {**found, **ignored}
+
+    def _unsynchronized_by_id(self) -> dict[int, tuple[str, str]]:
+        found = self._reducer.record.unsynchronized(self._reducer.parameters)
+        return {id(p): (name, found[name]) for name, p in self.module.named_parameters() if name in found}
