@@ -9,6 +9,9 @@ It goes by the backwards that synchronise, which all ranks count alike, and acts
 | 5 | buckets go out only when backward has ended, so that the times at which gradients become ready are backward's own |
 | - | all-reduces are timed, the ranks exchange their times, and all choose the same plan from the slowest rank's |
 | 2 x (2 x 6) | the plan's buckets and the default ones take turns, six backwards each, of which the first doesn't count |
+| 2 x (2 x 6) for each candidate | options of the transport that are "auto" take turns with what is in use: see `transport_tuning` |
+
+With a size or a plan given, and only options "auto", the first four and the last are all there is.
 
 Where the ranks' own threads move the bytes, backward stands still meanwhile. How far that is so is fitted to the default buckets' times, on
 which the choice isn't judged.
@@ -27,15 +30,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddpcomm.all_reduce_times import measure_cost, synchronize
+from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.layout import Caps
 from ddpcomm.ready_times import BackwardProfile, profile_backwards
 from ddpcomm.simulate import Exchange, StepProfile, simulate
+from ddpcomm.transport_tuning import TransportTuner
 from ddpcomm.tuning import Plan, choose
 
 if TYPE_CHECKING:
     from ddpcomm.cost_model import MeasuredCost
     from ddpcomm.reducer import Reducer
+    from ddpcomm.transport_choice import TransportChoice
 
 _log = logging.getLogger(__name__)
 _SETTLING, _TIMED, _PROFILED, _TURNS, _TURN = 4, 5, 5, 2, 6
@@ -50,16 +56,19 @@ Steps = Generator[None, None, None]
 
 
 class AutoTuner:
-    """Tunes the buckets of one reducer, once.
+    """Tunes the buckets of one reducer, and its transport's undecided options, once.
 
     Args:
-        reducer: whose. It must call `backward_ended` after every backward that synchronised, on all ranks.
-        done: called with the plan that was chosen; None where the default buckets are as good.
+        model: whose transport.
+        reducer: whose buckets. It must call `backward_ended` after every backward that synchronised, on all ranks.
+        done: called with the plan that was chosen; None where the default buckets and options are as good.
+        buckets: whether to tune them, too.
     """
 
-    def __init__(self, reducer: Reducer, done: Callable[[Plan | None], None]) -> None:
+    def __init__(self, model: TransportChoice, reducer: Reducer, done: Callable[[Plan | None], None], *, buckets: bool) -> None:
         self._owner = weakref.ref(reducer)
-        self._communicator = reducer.communicator
+        self._tunes_buckets = buckets
+        self._transport = TransportTuner(model, self._turns, _LEAST_GAIN) if model._undecided else None
         self._done = weakref.WeakMethod(done)
         self._took_part = self._present = True
         self._steps: Steps | None = self._tune()
@@ -97,25 +106,45 @@ class AutoTuner:
 
     def _tune(self) -> Steps:
         yield from _pass(_SETTLING)
+        texts, plan = [], None
         if self._reducer().hook is not None:
-            self._finish(None, "not tuned: a communication hook may keep something for each bucket")
-            return
+            texts.append("buckets not tuned: a communication hook may keep something for each bucket")
+        else:
+            if self._tunes_buckets:
+                plan, text = yield from self._tune_buckets()
+                texts.append(f"buckets {text}")
+            if self._transport is not None:
+                yield from self._transport.steps()
+                texts.append(self._transport.summary())
+                if self._transport.chosen:
+                    plan = (plan or self._present_plan(self._transport.seconds)).with_options(self._transport.chosen)
+        if self._communicator.rank == 0:
+            _log.info("%s", "; ".join(texts))
+        done = self._done()
+        if done is not None:
+            done(plan)
+
+    def _tune_buckets(self) -> Generator[None, None, tuple[Plan | None, str]]:
+        """The plan that was kept, and what to say of it."""
         default = yield from self._timed(_TIMED)
         profiles = yield from self._profile()
         if not profiles:
-            self._finish(None, "not tuned: some rank was always out of input")
-            return
+            return None, "not tuned: some rank was always out of input"
         plan = self._choose(profiles, median(default))
         if plan is None:
-            self._finish(None, "stay as they are: nothing better was found")
-            return
+            return None, "stay as they are: nothing better was found"
+        tuned, former = yield from self._turns(lambda tuned: self._lay_out(plan if tuned else None))
+        return self._conclude(plan, tuned, former)
+
+    def _turns(self, switch: Callable[[bool], None]) -> Generator[None, None, tuple[float, float]]:
+        """Median seconds of a backward after `switch(True)` and after `switch(False)`, which take turns."""
         times: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(2 * _TURNS):
-            tuned = turn % 2 == 0
-            self._lay_out(plan if tuned else None)
+            new = turn % 2 == 0
+            switch(new)
             yield
-            times[tuned] += yield from self._timed(_TURN - 1)
-        self._conclude(plan, median(times[True]), median(times[False]))
+            times[new] += yield from self._timed(_TURN - 1)
+        return median(times[True]), median(times[False])
 
     def _timed(self, count: int) -> Generator[None, None, list[float]]:
         """Seconds of so many backwards, with their exchange, on the slowest rank."""
@@ -173,19 +202,31 @@ class AutoTuner:
         reducer.bucket_ends = None if plan is None else frozenset(plan.ends)
         reducer.arrange()
 
-    def _conclude(self, plan: Plan, tuned_seconds: float, default_seconds: float) -> None:
+    def _conclude(self, plan: Plan, tuned_seconds: float, default_seconds: float) -> tuple[Plan | None, str]:
         kept = tuned_seconds < (1 - _LEAST_GAIN) * default_seconds
         self._lay_out(plan if kept else None)
         measured = f"measured {tuned_seconds * 1e3:.3f} ms beside {default_seconds * 1e3:.3f} ms"
         verdict = "they are kept" if kept else "the default sizes are kept"
-        self._finish(plan if kept else None, f"tuned: {plan.summary()}; {measured}; {verdict}")
+        return plan if kept else None, f"tuned: {plan.summary()}; {measured}; {verdict}"
 
-    def _finish(self, plan: Plan | None, text: str) -> None:
-        if self._communicator.rank == 0:
-            _log.info("buckets %s", text)
-        done = self._done()
-        if done is not None:
-            done(plan)
+    def _present_plan(self, seconds: float) -> Plan:
+        """The buckets as they are, so that options can be saved with them. Collective."""
+        reducer = self._reducer()
+        names = reducer.parameters.names
+        return Plan(
+            parameters=tuple(signature(reducer)),
+            order=tuple(names[index] for index in reducer.ready_order()),
+            ends=tuple(bucket.members[-1].name for bucket in reducer.arrangement.buckets if bucket.members),
+            communicators=1,
+            cost=measure_cost(self._communicator, max(bucket.buffer.nbytes for bucket in reducer.arrangement.buckets)),
+            contention=0.0,
+            predicted_seconds=seconds,
+            default_seconds=seconds,
+        )
+
+    @property
+    def _communicator(self) -> Communicator:
+        return self._reducer().communicator
 
     def _reducer(self) -> Reducer:
         reducer = self._owner()

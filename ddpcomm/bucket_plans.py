@@ -7,17 +7,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ddpcomm.auto_tuning import AutoTuner, signature
 from ddpcomm.errors import ConfigurationError, PlanError
 from ddpcomm.reducer import Reducer
+from ddpcomm.transport_choice import AUTO, TransportChoice
 from ddpcomm.tuning import Plan
 
-AUTO = "auto"
 
-
-class BucketPlans(nn.Module):
+class BucketPlans(TransportChoice):
     """Base of DistributedDataParallel, which has the attributes named here."""
 
     _reducer: Reducer
@@ -49,7 +46,10 @@ class BucketPlans(nn.Module):
     def _describe_plan(self) -> str | None:
         """Equal on two ranks if their plans are."""
         plan = self._plan
-        return None if plan is None else hashlib.sha256(repr((plan.parameters, plan.ends)).encode()).hexdigest()[:16]
+        if plan is None:
+            return None
+        decided = (plan.parameters, plan.ends, plan.communicators, plan.max_ctas)
+        return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
 
     def _use_plan(self, *, check: bool) -> None:
         """Lays the buckets out by the plan, or begins to look for one. Local.
@@ -66,17 +66,17 @@ class BucketPlans(nn.Module):
                 self._plan.check(signature(reducer))
             reducer.bucket_ends = frozenset(self._plan.ends)
             reducer.arrange()
-        elif self._tunes and reducer.communicator.world_size > 1:
-            reducer.tuner = AutoTuner(reducer, self._tuned)
+        elif (self._tunes or self._tunes_options) and reducer.communicator.world_size > 1:
+            reducer.tuner = AutoTuner(self, reducer, self._tuned, buckets=self._tunes)
 
     def _plan_again(self) -> None:
         """The ranks are others than before. Local; all of them must do so."""
-        if self._auto:
-            self._plan, self._tunes = None, True
+        if self._auto or self._undecided:
+            self._plan, self._tunes, self._tunes_options = None, self._auto, bool(self._undecided)
         self._use_plan(check=False)
 
     def _tuned(self, plan: Plan | None) -> None:
-        self._tunes = False
+        self._tunes = self._tunes_options = False
         self._plan = plan
 
     @property

@@ -12,7 +12,6 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ddpcomm.arguments import Placement
 from ddpcomm.comm.base import Communicator
-from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.process_group import is_member
 from ddpcomm.comm.torch_ddp import ProcessGroup, active_ddp
 from ddpcomm.config import ReducerOptions
@@ -22,9 +21,10 @@ from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
 from ddpcomm.module_state import MOST_BYTES, broadcast_tensors, named_buffers
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.torch_reducer import TorchLogger, TorchReducer, logging_data
+from ddpcomm.transport_choice import TransportChoice
 
 
-class TorchNames(HookRegistration):
+class TorchNames(HookRegistration, TransportChoice):
     """Base of DistributedDataParallel, which has the attributes named here."""
 
     module: nn.Module
@@ -211,7 +211,7 @@ class TorchNames(HookRegistration):
         """Synchronises over another group from now on. Its ranks must all call it, with no backward under way."""
         if is_member(new_process_group):
             self.process_group = new_process_group
-            self._communicator = create_communicator(self.process_group, self._placement.device, self._transport)
+            self._communicator = self._open_communicator({})
             self._reducer.use(self._communicator)
             self._plan_again()
 

@@ -29,6 +29,7 @@ class Copies(nn.Module):
     _communicator: Communicator
     _placement: Placement
     _tag: int
+    _shares_communicator: bool
 
     def _start(self, *, check_plan: bool) -> None:
         """What can't be copied or pickled. Local."""
@@ -48,6 +49,7 @@ class Copies(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = resolve(None)
+        self._shares_communicator = False
         # Loading is local, maybe on one rank alone: only this transport needs nobody else to be made.
         self._take_up(create_communicator(self.process_group, self._placement.device, "process_group"))
 
@@ -61,6 +63,7 @@ class Copies(nn.Module):
         if hasattr(self, "device_mesh"):
             twin.device_mesh = self.device_mesh
         twin._tag = (self._tag + 1) % TAGS
+        self._shares_communicator = twin._shares_communicator = True
         twin._take_up(self._communicator)
         return twin
 

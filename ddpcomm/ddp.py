@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ddpcomm import arguments
-from ddpcomm.bucket_plans import AUTO, BucketPlans
+from ddpcomm.bucket_plans import BucketPlans
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
 from ddpcomm.comm.process_group import resolve
@@ -36,6 +36,7 @@ from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics
 from ddpcomm.step_guard import StepGuard
+from ddpcomm.transport_choice import AUTO
 from ddpcomm.tuning import Plan
 from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
@@ -71,6 +72,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         batched_grad_copy: always on here.
         forward_sync_buffers: before every training forward all ranks get rank 0's buffers; None means yes.
         transport: of the communicator: "auto", "shared_memory", "hierarchical", "process_group", "nccl".
+        transport_options: of a transport that is named, such as `{"communicators": 3}`: see `create_communicator`. With nccl,
+            "communicators" and "max_ctas" may be "auto": chosen in the first backwards, by trying some.
         error_on_unsynchronized: an optimizer's step on gradients that are not averaged raises `UnsynchronizedGradientError`. On CUDA the
             host then waits at the end of every backward to hear whether it went well on all ranks; else it hears of it when the next one
             begins, and raises then.
@@ -106,6 +109,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         forward_sync_buffers: bool | None = None,
         *,
         transport: str = "auto",
+        transport_options: Mapping[str, Any] | None = None,
         error_on_unsynchronized: bool = False,
         plan: Plan | str | PathLike[str] | None = None,
     ) -> None:
@@ -139,7 +143,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             error_on_unsynchronized=error_on_unsynchronized,
         )
         self._bucket_cap_mb_list = bucket_cap_mb_list
-        self._transport = transport
+        self._take_transport(transport, transport_options)
         self._tag = 0
         self._divide_by_initial_world_size = True
         self._hook_name = ""
@@ -156,7 +160,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                 raise
             failure = error
             self._placement = arguments.anywhere()
-        self._communicator = create_communicator(self.process_group, self._placement.device, transport)
+        self._communicator = create_communicator(self.process_group, self._placement.device, transport, **self._decided_options(self._plan))
         if init_sync:
             signatures = model_signatures(module, self.parameters_to_ignore, self._describe_options())
             require_same_model(self._communicator, signatures, failure)
@@ -272,6 +276,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         return {
             "bucket_cap_mb": AUTO if self._tunes else options.caps.bytes,
             "plan": self._describe_plan(),
+            "transport_options": self._transport_options,
             "gradient_as_bucket_view": options.gradient_as_bucket_view,
             "skip_all_reduce_unused_params": options.skip_unused_buckets,
             "static_graph": options.static_graph,

@@ -42,7 +42,7 @@ class Timeline:
 
     def __init__(self, reducer: Reducer, most_steps: int = MOST_STEPS) -> None:
         self._reducer = weakref.ref(reducer)
-        self._communicator: Communicator = reducer.communicator
+        self._last_communicator: Communicator = reducer.communicator
         self._runtime = _runtime(self._communicator)
         self._clock: Clock = HostClock() if self._runtime is None else DeviceClock(self._runtime)
         self._recordings: deque[StepRecording] = deque(maxlen=most_steps)
@@ -91,6 +91,14 @@ class Timeline:
         names = all_gather_objects(self._communicator, host_clock_name())
         if len(set(names)) > 1:
             self._barriers.append(pass_barriers(self._communicator))
+
+    @property
+    def _communicator(self) -> Communicator:
+        """The reducer's: tuning may have put another in the place of the one that there was."""
+        reducer = self._reducer()
+        if reducer is not None:
+            self._last_communicator = reducer.communicator
+        return self._last_communicator
 
     # ---- while it records -------------------------------------------------------------------------------------------
 

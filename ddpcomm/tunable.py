@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddpcomm.comm.base import Communicator
 from ddpcomm.errors import CommunicationError, DDPCommError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ class Tunable:
     """Base of Reducer."""
 
     broken: DDPCommError | None
+    communicator: Communicator
 
     def __init__(self) -> None:
         self.tuner: AutoTuner | None = None
@@ -29,6 +31,16 @@ class Tunable:
             tuner.close()
         self.bucket_ends = None
         self.holds_buckets_back = False
+
+    def switch_to(self, communicator: Communicator) -> None:
+        """Goes on by another communicator over the same ranks. Collective where its `empty` is; no backward may be under way."""
+        communicator.timer, self.communicator.timer = self.communicator.timer, None
+        self.communicator = communicator
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Makes the buckets anew."""
+        raise AttributeError("arrange")
 
     def _tune(self, *, took_part: bool) -> None:
         """A backward that synchronised has ended well, on all ranks."""

@@ -7,7 +7,7 @@ plans. A plan names parameters and not their numbers; it fits a model with the s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Plan:
         order: names, in the order in which gradients become ready.
         ends: names of the parameters after which buckets end, in that order.
         communicators: how many take buckets in turn.
+        max_ctas: NCCL's option of this name; None leaves it to NCCL.
         cost: what all-reduces cost.
         contention: by how much backward slows down beside them, 0 to 1.
         predicted_seconds: end of backward with these buckets.
@@ -47,6 +48,7 @@ class Plan:
     contention: float
     predicted_seconds: float
     default_seconds: float
+    max_ctas: int | None = None
 
     def check(self, parameters: Sequence[tuple[str, str]]) -> None:
         """Whether the plan fits a model with these parameters.
@@ -69,6 +71,12 @@ class Plan:
         ends = set(self.ends)
         return replace(Caps.of_mb(None), ends=frozenset(index for index, name in enumerate(names) if name in ends))
 
+    def with_options(self, options: Mapping[str, int]) -> Plan:
+        """The same with other `communicators` or `max_ctas`."""
+        return replace(
+            self, communicators=options.get("communicators", self.communicators), max_ctas=options.get("max_ctas", self.max_ctas)
+        )
+
     def summary(self) -> str:
         """One line for the log."""
         saved = 1 - self.predicted_seconds / self.default_seconds if self.default_seconds > 0 else 0.0
@@ -84,6 +92,7 @@ class Plan:
             "order": list(self.order),
             "ends": list(self.ends),
             "communicators": self.communicators,
+            "max_ctas": self.max_ctas,
             "cost_model": self.cost.to_json(),
             "contention": self.contention,
             "predicted_seconds": self.predicted_seconds,
@@ -109,6 +118,7 @@ class Plan:
                 contention=float(content["contention"]),
                 predicted_seconds=float(content["predicted_seconds"]),
                 default_seconds=float(content["default_seconds"]),
+                max_ctas=None if content.get("max_ctas") is None else int(content["max_ctas"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
