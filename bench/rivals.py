@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.data_parallel import DataParallel
+from bench.devices import CPU, CUDA
 from bench.subjects import OwnBackward, Wrap
 
-REPLICATE, DEEPSPEED = "FSDP2 replicate", "DeepSpeed"
+REPLICATE, DEEPSPEED, DATA_PARALLEL = "FSDP2 replicate", "DeepSpeed", "nn.DataParallel"
 OWN_GROUP_BYTES = 1 << 20
 
 
@@ -23,7 +25,9 @@ def replicate(module: nn.Module) -> nn.Module:
     itself while backward goes on; the rest is one group. In place; gradients become distributed tensors."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as apply
 
-    wrap = partial(apply, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",)))
+    wrap = partial(
+        apply, mesh=init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
+    )
     for child in module.children():
         if sum(p.nbytes for p in child.parameters()) >= OWN_GROUP_BYTES:
             wrap(child)
@@ -59,16 +63,23 @@ _ALL: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
 }
 
 
-def rivals() -> dict[str, Wrap]:
-    """By subject, what wraps a module."""
-    return {name: wrap for name, (module, wrap) in _ALL.items() if find_spec(module)}
+def rivals(device: str = CPU) -> dict[str, Wrap]:
+    """By subject, what wraps a module on such devices."""
+    found: dict[str, Wrap] = {name: wrap for name, (module, wrap) in _ALL.items() if find_spec(module)}
+    if device == CUDA:
+        found.pop(DEEPSPEED, None)
+        found[DATA_PARALLEL] = DataParallel
+    return found
 
 
-def absent() -> str:
+def absent(device: str = CPU) -> str:
     """What is left out, and why; empty if nothing is.
 
-    Never a subject: Horovod, which has no wheels and starts a world of its own in place of a process group; nn.DataParallel, which needs
-    several GPUs in one process, while these are CPU ranks.
+    Never a subject: Horovod, which has no wheels and starts a world of its own in place of a process group.
     """
     missing = [f"{name} ({module} can't be imported)" for name, (module, _) in _ALL.items() if not find_spec(module)]
+    if device == CPU:
+        missing.append(f"{DATA_PARALLEL} (needs GPUs: --device {CUDA})")
+    elif find_spec("deepspeed"):
+        missing.append(f"{DEEPSPEED} (set up for CPU ranks only)")
     return ", ".join(missing)

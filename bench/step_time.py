@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.cli import names, parser, publish
+from bench.devices import BACKENDS, CPU, take
 from bench.models import CASES, Case
 from bench.report import Table, bar_chart
 from bench.rivals import absent, rivals
@@ -44,15 +45,15 @@ from tests.ranks import RankContext, RankPool
 __all__ = ["check", "main", "plot", "rows_of", "run", "slowest", "step", "tables"]
 
 
-def measure(context: RankContext, case_name: str, transports: list[str], steps: int, warm_up_steps: int) -> Samples:
+def measure(context: RankContext, case_name: str, transports: list[str], steps: int, warm_up_steps: int, device: str) -> Samples:
     """Runs on each rank: seconds a step, by subject."""
-    subjects = {**wrappers(transports), **rivals()}
-    return take_turns(prepare(context, CASES[case_name], subjects, warm_up_steps).steps(), steps)
+    subjects = {**wrappers(transports), **rivals(device)}
+    return take_turns(prepare(context, CASES[case_name], subjects, warm_up_steps, take(device, context.rank)).steps(), steps)
 
 
-def rows_of(case: Case, samples: Samples, ranks: int) -> list[Row]:
+def rows_of(case: Case, samples: Samples, ranks: int, device: str = CPU) -> list[Row]:
     """Two rows a subject: the step, and what the exchange adds to it."""
-    make = row_maker("step_time", case.name, ranks, sizes_of(case))
+    make = row_maker("step_time", case.name, ranks, sizes_of(case), device)
     overheads = {name: added(times, samples[NONE]) for name, times in samples.items()}
     best = min(float(np.median(overheads[name])) for name in TORCH_MODES)
     rows = []
@@ -64,12 +65,14 @@ def rows_of(case: Case, samples: Samples, ranks: int) -> list[Row]:
     return rows
 
 
-def run(models: list[str], transports: list[str], steps: int, ranks: int, warm_up_steps: int = WARM_UP_STEPS) -> list[Row]:
+def run(
+    models: list[str], transports: list[str], steps: int, ranks: int, warm_up_steps: int = WARM_UP_STEPS, device: str = CPU
+) -> list[Row]:
     rows = []
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that find_unused_parameters finds none
-    with RankPool(ranks, timeout=timedelta(minutes=30)) as pool:
+    with RankPool(ranks, timeout=timedelta(minutes=30), backend=BACKENDS[device]) as pool:
         for name in models:
-            found = rows_of(CASES[name], slowest(pool.run(measure, name, transports, steps, warm_up_steps)), ranks)
+            found = rows_of(CASES[name], slowest(pool.run(measure, name, transports, steps, warm_up_steps, device)), ranks, device)
             for table in tables(found):
                 table.show()
             rows += found
@@ -100,16 +103,20 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for row in rows:
         if row.quantity == "overhead" and row.subject.startswith(("ddpcomm", ALONE)) and row.details["ratio_to_best_torch"] is not None:
             ratios.setdefault(row.subject, {})[row.case] = row.details["ratio_to_best_torch"]
-    title = f"What the exchange adds to a step on CPU, {rows[0].ranks} ranks (torch DDP's best mode = 1; less is better)"
+    title = (
+        f"What the exchange adds to a step on {rows[0].device.upper()}, {rows[0].ranks} ranks (torch DDP's best mode = 1; less is better)"
+    )
     bar_chart(ratios, path, title=title, label="overhead / overhead of torch's best mode", reference=1.0)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__, rounds=100, models=",".join(CASES), transports="auto").parse_args(arguments)
-    if absent():
-        sys.stderr.write(f"left out: {absent()}\n")
+    made = parser(__doc__, rounds=100, models=",".join(CASES), transports="auto")
+    made.add_argument("--device", choices=list(BACKENDS), default=CPU, help="cuda: a GPU for each rank, over NCCL (default: %(default)s)")
+    options = made.parse_args(arguments)
+    if left_out := absent(options.device):
+        sys.stderr.write(f"left out: {left_out}\n")
     steps, warm_up_steps = (min(options.steps, 7), 2) if options.short else (options.steps, WARM_UP_STEPS)
-    rows = run(names(options.models), names(options.transport), steps, options.ranks, warm_up_steps)
+    rows = run(names(options.models), names(options.transport), steps, options.ranks, warm_up_steps, options.device)
     publish("step_time", rows, options.output, None, plot)
 
 

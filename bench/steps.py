@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.data_parallel import DataParallel
 from bench.models import Case
 from bench.report import SIMULATED, Line
 from bench.rows import Row, percentiles
 from bench.subjects import NONE, TORCH, AllReduceAlone, OwnBackward, Wrap, gradients, twin
+from ddpcomm.all_reduce_times import synchronize
 from tests.ranks import RankContext
 
 WARM_UP_STEPS = 5  # buckets are laid out anew after the first backward
 Samples = dict[str, list[float]]
+_CPU = torch.device("cpu")
 Sample = TypeVar("Sample")
 
 
@@ -40,16 +43,19 @@ class Replicas:
         return {name: partial(step, self.case, model, self.batch) for name, model in self.models.items()}
 
 
-def prepare(context: RankContext, case: Case, wraps: Mapping[str, Wrap], warm_up_steps: int = WARM_UP_STEPS) -> Replicas:
+def prepare(
+    context: RankContext, case: Case, wraps: Mapping[str, Wrap], warm_up_steps: int = WARM_UP_STEPS, device: torch.device = _CPU
+) -> Replicas:
     """Makes, checks and warms up the subjects. Collective.
 
     Raises:
         ValueError: a subject's gradients are wrong.
     """
     torch.manual_seed(0)
-    model = case.build()
+    model = case.build().to(device)
     torch.manual_seed(1 + context.rank)
-    replicas = Replicas(case, {name: wrap(twin(model)) for name, wrap in wraps.items()}, case.batch())
+    batch = case.batch().to(device)
+    replicas = Replicas(case, {name: wrap(twin(model)) for name, wrap in wraps.items()}, batch)
     check(case, replicas.models, replicas.batch)
     for _ in range(warm_up_steps):
         for run in replicas.steps().values():
@@ -58,10 +64,11 @@ def prepare(context: RankContext, case: Case, wraps: Mapping[str, Wrap], warm_up
 
 
 def step(case: Case, model: nn.Module, batch: Tensor) -> float:
-    """Seconds of forward, backward and zero_grad."""
+    """Seconds of forward, backward and zero_grad, until the device is done with them."""
     started = time.perf_counter()
     backward(model, case.loss(model, batch))
     model.zero_grad()
+    synchronize(batch.device)
     return time.perf_counter() - started
 
 
@@ -77,7 +84,8 @@ def check(case: Case, subjects: Mapping[str, nn.Module], batch: Tensor) -> None:
     of a sum is free, they have the same bits on all ranks, and lie within the rounding of such a sum from the average of the plain
     model's. `subjects` holds NONE and TORCH. Collective.
 
-    What only plays an exchange (`AllReduceAlone`) averages nothing: its gradients are to be the plain model's own.
+    What only plays an exchange (`AllReduceAlone`) averages nothing: its gradients are to be the plain model's own. Where one process works
+    for all (`DataParallel`), it alone has gradients, of a batch as large as all ranks' together: they are close to the average.
 
     Raises:
         ValueError: a subject's gradients are wrong on some rank; on all ranks.
@@ -86,14 +94,18 @@ def check(case: Case, subjects: Mapping[str, nn.Module], batch: Tensor) -> None:
         found = {}
         for name, subject in subjects.items():
             backward(subject, case.loss(subject, batch))
-            found[name] = gradients(subject)
+            found[name] = gradients(subject) if not isinstance(subject, DataParallel) or subject.works else []
             subject.zero_grad()
         own = found.pop(NONE)
         averages, bounds = zip(*[average_and_bound(gradient) for gradient in own], strict=True)
         verdicts: dict[tuple[str, int], bool] = {}
         for name, values in found.items():
             for index, value in enumerate(values):
-                if isinstance(subjects[name], AllReduceAlone):
+                if isinstance(subjects[name], DataParallel):
+                    verdicts[name, index] = torch.allclose(
+                        value, averages[index], rtol=1e-3, atol=float(averages[index].abs().max()) * 1e-5
+                    )
+                elif isinstance(subjects[name], AllReduceAlone):
                     verdicts[name, index] = torch.equal(value, own[index])
                 else:
                     close = bool(((value - averages[index]).abs() <= bounds[index]).all())
@@ -104,9 +116,9 @@ def check(case: Case, subjects: Mapping[str, nn.Module], batch: Tensor) -> None:
 
 def first_wrong(verdicts: Mapping[tuple[str, int], bool]) -> tuple[str, int] | None:
     """The first that is False on any rank: the same on all ranks, so that they stop together. Collective."""
-    everywhere = torch.tensor(list(verdicts.values()), dtype=torch.uint8)
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-    return next((key for key, right in zip(verdicts, everywhere.tolist(), strict=True) if not right), None)
+    by_rank: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, next((key for key, right in verdicts.items() if not right), None))
+    return next((key for key in by_rank if key is not None), None)
 
 
 def average_and_bound(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,14 +173,14 @@ def sizes_of(case: Case) -> dict[str, int]:
     }
 
 
-def row_maker(bench: str, case: str, ranks: int, sizes: Mapping[str, int]) -> Callable[..., Row]:
+def row_maker(bench: str, case: str, ranks: int, sizes: Mapping[str, int], device: str = "cpu") -> Callable[..., Row]:
     """make(subject, quantity, samples, unit="s", more_sizes={}, **fields): a row of percentiles; its sizes add to those here."""
 
     def make(
         subject: str, quantity: str, samples: Sequence[float], unit: str = "s", more_sizes: Mapping[str, int] | None = None, **fields: Any
     ) -> Row:
         all_sizes = {**sizes, **(more_sizes or {})}
-        return Row(bench, case, subject, quantity, unit, ranks, "float32", all_sizes, **percentiles(samples), **fields)  # type: ignore[arg-type]
+        return Row(bench, case, subject, quantity, unit, ranks, "float32", all_sizes, **percentiles(samples), device=device, **fields)  # type: ignore[arg-type]
 
     return make
 

@@ -19,7 +19,7 @@ from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
 NONE = "none"
 TORCH = "torch"
 ALONE = "all-reduce alone"
-TRANSPORTS = ("process_group", "shared_memory", "auto")
+TRANSPORTS = ("process_group", "shared_memory", "nccl", "auto")
 
 TORCH_MODES: dict[str, dict[str, Any]] = {
     TORCH: {},
@@ -58,7 +58,7 @@ class AllReduceAlone(Wrapper):
 
     def __init__(self, module: nn.Module, transport: str) -> None:
         super().__init__(module)
-        self.communicator = ddpcomm.create_communicator(transport=transport)
+        self.communicator = ddpcomm.create_communicator(device=next(module.parameters()).device, transport=transport)
         self.buffer = self.communicator.empty(sum(p.numel() for p in module.parameters()), torch.float32).zero_()
         next(module.parameters()).register_post_accumulate_grad_hook(self._exchange)
 
@@ -75,7 +75,7 @@ class AfterBackward(Wrapper):
 
     def __init__(self, module: nn.Module, transport: str, exchanged: Callable[[], None] = lambda: None) -> None:
         super().__init__(module)
-        self.communicator = ddpcomm.create_communicator(transport=transport)
+        self.communicator = ddpcomm.create_communicator(device=next(module.parameters()).device, transport=transport)
         self._exchanged = exchanged
         self._buckets = [
             (bucket, self.communicator.empty(sum(p.numel() for p in bucket), torch.float32)) for bucket in filled_buckets(module)

@@ -37,6 +37,7 @@ class Task:
     arguments: tuple[Any, ...]
     store_path: str
     group_timeout: timedelta
+    backend: str = "gloo"
 
 
 def main(rank: int, world_size: int, connection: Connection, stack_path: str) -> None:
@@ -65,7 +66,7 @@ def _call(rank: int, world_size: int, task_bytes: bytes) -> bytes:
         task: Task = pickle.loads(task_bytes)
         torch.set_num_threads(1)
         store = dist.FileStore(task.store_path, world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=task.group_timeout)
+        dist.init_process_group(task.backend, store=store, rank=rank, world_size=world_size, timeout=task.group_timeout)
         assert dist.group.WORLD is not None
         result = task.function(RankContext(rank, world_size, dist.group.WORLD), *task.arguments)
         return pickle.dumps(("returned", result))

@@ -52,11 +52,13 @@ class RankPool:
     Args:
         world_size: how many ranks.
         timeout: time limit of each `run`, not counting the start of the processes.
+        backend: of the process groups, as for `torch.distributed.init_process_group`.
     """
 
-    def __init__(self, world_size: int, *, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(self, world_size: int, *, timeout: timedelta = timedelta(seconds=60), backend: str = "gloo") -> None:
         self.world_size = world_size
         self.timeout = timeout
+        self.backend = backend
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._numbers = count()
         self._ranks: list[_Rank] = []
@@ -70,7 +72,7 @@ class RankPool:
         timeout: timedelta | None = None,
         group_timeout: timedelta = timedelta(seconds=30),
     ) -> list[Any]:
-        """Calls `function(rank_context, *arguments)` on every rank, in a fresh gloo group; returns the results by rank.
+        """Calls `function(rank_context, *arguments)` on every rank, in a fresh process group; returns the results by rank.
 
         Args:
             timeout: time limit of this call; None means the pool's.
@@ -82,7 +84,7 @@ class RankPool:
         if self._closed:
             raise RuntimeError("this RankPool is closed")
         store_path = str(Path(self._directory.name) / f"store-{next(self._numbers)}")
-        task = pickle.dumps(Task(function, arguments, store_path, group_timeout))
+        task = pickle.dumps(Task(function, arguments, store_path, group_timeout, self.backend))
         try:
             self._start()
             deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
