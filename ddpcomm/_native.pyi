@@ -33,6 +33,9 @@ class FlattenPlan:
     def flatten(
         self, tensors: Sequence[torch.Tensor | None], out: torch.Tensor, scale: float, threads: int, accumulate: bool = False
     ) -> None: ...
+    def flatten_around(
+        self, tensors: Sequence[torch.Tensor | None], out: torch.Tensor, threads: int, begin: int, end: int, least_bytes: int
+    ) -> list[tuple[int, int, int, int]]: ...
     def unflatten(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None], scale: float, threads: int) -> None: ...
     def unflatten_with_norm(
         self, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None], scale: float, threads: int
@@ -148,8 +151,19 @@ class SharedMemoryChannel:
         isa: str,
     ) -> None: ...
     def start(
-        self, kind: int, op: int, dtype_code: int, dtype_bits: int, source: int, numel: int, tag: int, input: int, output: int, /
+        self,
+        kind: int,
+        op: int,
+        dtype_code: int,
+        dtype_bits: int,
+        source: int,
+        numel: int,
+        tag: int,
+        input: int,
+        output: int,
+        elsewhere: Sequence[tuple[int, int, int]] = ...,
     ) -> int: ...
+    def own_share(self, numel: int, dtype_code: int, dtype_bits: int, /) -> tuple[int, int]: ...
     def wait(self, number: int, seconds: float, /) -> bool: ...
     def wait_for_room(self, seconds: float, /) -> bool: ...
     def progress(self) -> None: ...

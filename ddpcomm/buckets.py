@@ -16,6 +16,10 @@ from ddpcomm.layout import BucketLayout
 from ddpcomm.native import reader
 from ddpcomm.parameters import ManagedParameter
 
+LEAST_LEFT_BYTES = 64 << 10
+"""Gradients from this size on may stay where they are while others read the rest of their bucket. Keeping track of one takes about a
+microsecond."""
+
 
 @dataclass(frozen=True)
 class Misfit:
@@ -129,10 +133,20 @@ class Bucket:
             words: the status words, in the bucket that carries them.
             scale: everything is multiplied by it.
         """
+        self._plan.flatten([*sources, *self._tail(used, words)], self.buffer, scale)
+
+    def pack_around(
+        self, sources: Sequence[Tensor | None], used: Sequence[bool] | None, words: tuple[float, ...], skipped: range
+    ) -> list[tuple[int, int, int, int]]:
+        """As `pack` with scale 1, but what large gradients have in a range of the buffer may be left where it is: (slot, first element in
+        the buffer, count, address) of each such part."""
+        return self._plan.flatten_around([*sources, *self._tail(used, words)], self.buffer, skipped, LEAST_LEFT_BYTES)
+
+    def _tail(self, used: Sequence[bool] | None, words: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         flags = self._ones if used is None else torch.tensor(used, dtype=self.dtype, device=self.device)
         if words not in self._words:  # nearly always the same ones
             self._words[words] = torch.tensor(words, dtype=self.dtype, device=self.device)
-        self._plan.flatten([*sources, flags, self._words[words]], self.buffer, scale)
+        return flags, self._words[words]
 
     # ---- out --------------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,13 @@ class FlattenPlan:
     def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
         self._plan.flatten(tensors, out, scale, torch.get_num_threads(), accumulate)
 
+    def flatten_around(
+        self, tensors: Sequence[Tensor | None], out: Tensor, skipped: range, least_bytes: int
+    ) -> list[tuple[int, int, int, int]]:
+        """As `flatten` with scale 1, but for what tensors of `least_bytes` or more, and of `out`'s dtype, have in `skipped`: (tensor, first
+        element in `out`, count, address) of each such part."""
+        return self._plan.flatten_around(tensors, out, torch.get_num_threads(), skipped.start, skipped.stop, least_bytes)
+
     def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None:
         if statistics is None:
             self._plan.unflatten(flat, tensors, scale, torch.get_num_threads())

@@ -89,6 +89,19 @@ class FlattenPlan:
         except (ValueError, TypeError) as error:
             raise typed("flatten", error) from None
 
+    def flatten_around(
+        self, tensors: Sequence[Tensor | None], out: Tensor, skipped: range, least_bytes: int
+    ) -> list[tuple[int, int, int, int]]:
+        """The same with scale 1, but what tensors of `least_bytes` or more, and of `out`'s dtype, have in `skipped` may be left out, to be
+        read where it is: (tensor, first element in `out`, count, address) of each such part. Only "native" leaves anything out."""
+        if not isinstance(self._plan, native.FlattenPlan):
+            self.flatten(tensors, out)
+            return []
+        try:
+            return self._plan.flatten_around(tensors, out, skipped, least_bytes)
+        except (ValueError, TypeError) as error:
+            raise typed("flatten", error) from None
+
     def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0, statistics: Tensor | None = None) -> None:
         """Fills `tensors` from their places in `flat`, as `ops.unflatten` does. None entries are skipped."""
         try:

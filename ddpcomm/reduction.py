@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddpcomm.arrangement import Arrangement
 from ddpcomm.buckets import Bucket, Misfit
-from ddpcomm.comm.base import Communicator, Work
+from ddpcomm.comm.base import Communicator, Elsewhere, ReduceOp, Work
 from ddpcomm.comm_hook import CommHook
 from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommHookError, CommunicationError
@@ -59,7 +59,11 @@ class Reduction:
         self._tag = tag
         # Who divides? A transport that averages in passing, where gradients may lie in the bucket already and a pass of our own would read
         # and write them once more; else flatten, as the bytes go by. Every rank must decide alike, whatever its gradients are.
-        self._averages = as_view and hook is None and communicator.averages_in_passing
+        # One that reads this rank's own share of a bucket where the gradients are averages in passing, too: that share is never copied.
+        plain = hook is None and communicator.averages_in_passing
+        self._leaves_share = plain and communicator.reads_elsewhere and divisor == communicator.world_size
+        self._averages = self._leaves_share or (plain and as_view)
+        self._left: list[tuple[int, Tensor, int]] = []
         self._works: list[Work | None] = []
         self._futures: dict[int, Any] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
@@ -106,18 +110,36 @@ class Reduction:
         recording = self.recording
         if recording is not None:
             recording.mark("flatten", index)
-        bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
         start = bucket.layout.flags_offset if tail_only else 0
+        share = self._communicator.own_share(bucket.layout.total_numel, bucket.dtype) if self._leaves_share and not start else range(0)
+        skipped = []
+        if share:
+            skipped = bucket.pack_around(sources, flags, words, share)
+        else:
+            bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
         sent = bucket.buffer.narrow(0, start, bucket.layout.total_numel - start) if start else bucket.buffer
         if recording is not None:
             recording.launches(index)
         try:
-            self._works.append(self._communicator.all_reduce(sent, "avg" if self._averages else "sum"))
+            self._works.append(self._send(bucket, sent, sources, skipped))
         except CommunicationError as error:
             raise self._explain(error, index) from error
         if recording is not None:
             recording.sent(index, self._works[-1])
         self.launched += not tail_only
+
+    def _send(self, bucket: Bucket, sent: Tensor, sources: Sequence[Tensor | None], skipped: Sequence[tuple[int, int, int, int]]) -> Work:
+        """Sends a bucket, of which some parts are still in the gradients."""
+        op: ReduceOp = "avg" if self._averages else "sum"
+        if not skipped:
+            return self._communicator.all_reduce(sent, op)
+        keep = []
+        for position, _, _, _ in skipped:
+            gradient = sources[position]
+            if gradient is not None:
+                keep.append(gradient)
+                self._left.append((bucket.slots[position].parameter, gradient, gradient._version))
+        return self._communicator.all_reduce_from(sent, op, [Elsewhere(*part) for _, *part in skipped], keep)
 
     def _flags(self, bucket: Bucket, used: Sequence[bool] | None) -> list[bool]:
         left_out = self.absent.union(misfit.parameter for misfit in self.misfits)
@@ -174,7 +196,9 @@ class Reduction:
 
     def lost(self) -> list[int]:
         """Parameters whose gradient is no longer the one that went out. The bucket in hand has only just been looked at."""
-        return [index for bucket in self.arrangement.buckets[: self.next - 1] for index in bucket.lost()]
+        found = [index for bucket in self.arrangement.buckets[: self.next - 1] for index in bucket.lost()]
+        changed = [index for index, gradient, version in self._left if gradient._version != version]
+        return found + [index for index in changed if index not in found]
 
     def skip(self) -> None:
         """Leaves out the next bucket, which must not be the last. All ranks must do so."""

@@ -55,15 +55,19 @@ class UnevenInputs(nn.Module):
 
     def _go_on(self, syncs_buffers: bool) -> int:
         """Within `join()`, says that this rank still has input. Collective there. Returns the rank whose buffers count."""
-        self._reducer.divisor = float(self._communicator.world_size)
         if not self._join_config.enable:
+            self._reducer.divisor = float(self._communicator.world_size)
             return 0
         notify(self)  # type: ignore[arg-type]  # DistributedDataParallel is a Joinable
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
         participation = tell(self._communicator, active=True, synchronizes=synchronizes, syncs_buffers=syncs_buffers)
-        if not self._divide_by_initial_world_size:
-            self._reducer.divisor = float(participation.active_ranks)
+        self._divide_by(participation.active_ranks)
         return participation.authoritative_rank
+
+    def _divide_by(self, active_ranks: int) -> None:
+        """Also on ranks that send zeros: all ranks must decide alike who divides."""
+        by_all = self._divide_by_initial_world_size
+        self._reducer.divisor = float(self._communicator.world_size if by_all else active_ranks)
 
     def shadow_iteration(self) -> None:
         """Takes part, with zeros, in a forward and backward of ranks that still have input. Collective."""
@@ -71,6 +75,7 @@ class UnevenInputs(nn.Module):
         participation = tell(self._communicator, active=False)
         if participation.syncs_buffers:
             self._sync_buffers(participation.authoritative_rank)
+        self._divide_by(participation.active_ranks)
         if participation.synchronizes:
             self._reducer.shadow()
 

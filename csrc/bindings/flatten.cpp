@@ -24,6 +24,19 @@ class FlattenPlan : public Plan {
         run([&] { ddpcomm::flatten(layout_, pieces.data(), buffer, scale, accumulate, execution(threads)); });
     }
 
+    py::list flatten_around(py::handle tensors, py::handle out, int threads, std::int64_t begin, std::int64_t end,
+                            std::int64_t least_bytes) const {
+        void* const buffer = read_buffer(out);
+        const std::vector<Piece> pieces = read_pieces(tensors, buffer, 1.0, Direction::kIntoBuffer, false);
+        const Skipped skipped{begin, end, least_bytes};
+        run([&] { ddpcomm::flatten(layout_, pieces.data(), buffer, 1.0, false, execution(threads), skipped); });
+        py::list found;
+        for (const Skip& skip : skips(layout_, pieces.data(), buffer, skipped)) {
+            found.append(py::make_tuple(skip.tensor, skip.first, skip.count, reinterpret_cast<std::uintptr_t>(skip.data)));
+        }
+        return found;
+    }
+
     void unflatten(py::handle flat, py::handle tensors, double scale, int threads) const {
         const void* const buffer = read_buffer(flat);
         const std::vector<Piece> pieces = read_pieces(tensors, buffer, scale, Direction::kOutOfBuffer, false);
@@ -73,6 +86,12 @@ void bind_flatten(py::module_& module) {
              py::arg("instruction_set") = "")
         .def("flatten", &FlattenPlan::flatten, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("threads"),
              py::arg("accumulate") = false)
+        .def("flatten_around", &FlattenPlan::flatten_around, py::arg("tensors"), py::arg("out"), py::arg("threads"), py::arg("begin"),
+             py::arg("end"), py::arg("least_bytes"),
+             "Leaves out what tensors of least_bytes or more have in [begin, end) of the buffer. Returns (tensor, first element in the "
+             "buffer, count, "
+             "address) "
+             "of each such part.")
         .def("unflatten", &FlattenPlan::unflatten, py::arg("flat"), py::arg("tensors"), py::arg("scale"), py::arg("threads"))
         .def("unflatten_with_norm", &FlattenPlan::unflatten_with_norm, py::arg("flat"), py::arg("tensors"), py::arg("scale"),
              py::arg("threads"), "Returns (sum of squares, non-finite values) of what was written.")

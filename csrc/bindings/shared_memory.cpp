@@ -6,6 +6,8 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "ddpcomm/shared_memory_channel.h"
 
@@ -74,7 +76,8 @@ RankSet to_set(const std::vector<std::size_t>& list) {
 }
 
 std::uint64_t start(Channel& channel, int kind, int op, int dtype_code, int dtype_bits, int source, std::uint64_t numel, std::uint64_t tag,
-                    std::uintptr_t input, std::uintptr_t output) {
+                    std::uintptr_t input, std::uintptr_t output,
+                    const std::vector<std::tuple<std::size_t, std::size_t, std::uintptr_t>>& parts) {
     const Dtype dtype{static_cast<std::uint8_t>(dtype_code), static_cast<std::uint8_t>(dtype_bits)};
     const CallArguments arguments{static_cast<CollectiveKind>(kind),    static_cast<ReduceOp>(op),      dtype, source, numel, tag,
                                   reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output)};
@@ -82,8 +85,10 @@ std::uint64_t start(Channel& channel, int kind, int op, int dtype_code, int dtyp
     if (reduces && reduce_function(dtype, arguments.op, Isa::kBaseline) == nullptr) {
         throw std::invalid_argument("this element type can't be reduced");
     }
+    std::vector<Elsewhere> elsewhere;
+    for (const auto& [first, count, address] : parts) elsewhere.push_back({first, count, reinterpret_cast<const void*>(address)});
     const py::gil_scoped_release release;
-    return channel.start(arguments);
+    return channel.start(arguments, std::move(elsewhere));
 }
 
 void reduce(const std::string& isa, int op, int dtype_code, int dtype_bits, const std::vector<std::uintptr_t>& sources,
@@ -139,7 +144,15 @@ void bind_shared_memory(py::module_& module) {
     py::class_<Channel>(module, "SharedMemoryChannel", "A sequence of collective calls.")
         .def(py::init(&make_channel), py::arg("arena"), py::arg("rank"), py::arg("segments"), py::arg("names"), py::arg("watched"),
              py::arg("channel"), py::arg("piece_bytes"), py::arg("small_bytes"), py::arg("spin_seconds"), py::arg("isa"))
-        .def("start", &start)
+        .def("start", &start, py::arg("kind"), py::arg("op"), py::arg("dtype_code"), py::arg("dtype_bits"), py::arg("source"),
+             py::arg("numel"), py::arg("tag"), py::arg("input"), py::arg("output"), py::arg("elsewhere") = py::tuple(),
+             "elsewhere: (first element, count, address) of elements of own_share that are not in the tensor.")
+        .def("own_share",
+             [](const Channel& channel, std::uint64_t numel, int dtype_code, int dtype_bits) {
+                 const Stretch share =
+                     channel.own_share(numel, {static_cast<std::uint8_t>(dtype_code), static_cast<std::uint8_t>(dtype_bits)});
+                 return py::make_tuple(share.begin, share.end);
+             })
         .def("wait",
              [](Channel& channel, std::uint64_t number, double seconds) {
                  if (channel.is_finished(number)) return true;

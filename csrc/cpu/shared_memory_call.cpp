@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <utility>
 
 namespace ddpcomm {
 namespace {
@@ -21,11 +23,40 @@ void copy(void* to, const void* from, std::size_t bytes) {
 
 }  // namespace
 
-Call::Call(std::uint64_t number, const CallArguments& arguments, const CallSettings& settings, const Peers& peers)
-    : number_(number), arguments_(arguments), settings_(settings), rank_(peers.rank()), ranks_(peers.count()) {
+Call::Call(std::uint64_t number, const CallArguments& arguments, const CallSettings& settings, const Peers& peers,
+           std::vector<Elsewhere> elsewhere)
+    : number_(number),
+      arguments_(arguments),
+      settings_(settings),
+      rank_(peers.rank()),
+      ranks_(peers.count()),
+      elsewhere_(std::move(elsewhere)) {
     const std::size_t bytes = arguments_.numel * element_bytes();
     small_ = arguments_.kind == CollectiveKind::kAllReduce && bytes <= settings_.small_bytes;
     staged_ = sends_data(rank_) && bytes != 0 && (small_ || !peers.own_segment().contains(arguments_.input, bytes));
+    if (!elsewhere_.empty()) check_elsewhere(peers);
+}
+
+void Call::check_elsewhere(const Peers& peers) const {
+    if (arguments_.kind != CollectiveKind::kAllReduce || staged_) {
+        throw std::invalid_argument("only an all-reduce of a tensor in this rank's own shared memory can have elements elsewhere");
+    }
+    const Stretch share = own_share(arguments_.numel, arguments_.dtype, settings_, peers);
+    std::size_t at = static_cast<std::size_t>(share.begin);
+    for (const Elsewhere& other : elsewhere_) {
+        if (other.first < at || other.count > static_cast<std::size_t>(share.end) ||
+            other.first + other.count > static_cast<std::size_t>(share.end)) {
+            throw std::invalid_argument("elements elsewhere are outside of this rank's own share, or out of order");
+        }
+        at = other.first + other.count;
+    }
+}
+
+Stretch Call::own_share(std::uint64_t numel, Dtype dtype, const CallSettings& settings, const Peers& peers) {
+    const std::size_t count = static_cast<std::size_t>(numel);
+    if (peers.count() < 2 || count * dtype.bytes() <= settings.small_bytes) return {};
+    const auto begin_of = [&](int rank) { return static_cast<std::int64_t>(share_begin(count, dtype.bytes(), rank, peers.count())); };
+    return {begin_of(peers.rank()), begin_of(peers.rank() + 1)};
 }
 
 std::size_t Call::rows() const { return arguments_.kind == CollectiveKind::kReduceScatter ? static_cast<std::size_t>(ranks_) : 1; }
@@ -72,6 +103,7 @@ void Call::post(const Peers& peers) {
     own.op = arguments_.op;
     own.dtype = arguments_.dtype;
     own.staged = staged_;
+    own.elsewhere = !elsewhere_.empty();
     own.offsets = buffers_;
     if (staged_) {
         piece_elements_ = piece_elements(true);
@@ -109,6 +141,15 @@ bool Call::matches(const Peers& peers) const {
         if (!same) return false;
     }
     return true;
+}
+
+bool Call::lacks_elements(const Peers& peers) const {
+    bool any_staged = false, any_elsewhere = false;
+    for (int rank = 0; rank < ranks_; ++rank) {
+        any_staged = any_staged || descriptor(peers, rank).staged;
+        any_elsewhere = any_elsewhere || descriptor(peers, rank).elsewhere;
+    }
+    return any_staged && any_elsewhere;
 }
 
 void Call::plan(const Peers& peers) {
@@ -205,7 +246,7 @@ void Call::consume(const Peers& peers, std::size_t index) {
                 reduce(peers, index, 0, {0, range.count}, output(range.begin));
             } else {
                 const std::size_t begin = share_begin(range.count, item_bytes(), rank_, ranks_);
-                reduce(peers, index, 0, {begin, share_begin(range.count, item_bytes(), rank_ + 1, ranks_) - begin}, nullptr);
+                reduce_share(peers, index, {begin, share_begin(range.count, item_bytes(), rank_ + 1, ranks_) - begin});
             }
             break;
         case CollectiveKind::kReduceScatter:
@@ -226,16 +267,35 @@ void Call::consume(const Peers& peers, std::size_t index) {
     }
 }
 
+// Reduces this rank's share of a piece in place, reading its own elements wherever they lie.
+void Call::reduce_share(const Peers& peers, std::size_t index, Range part) {
+    const std::size_t end = part.begin + part.count;
+    std::size_t at = part.begin;
+    for (const Elsewhere& other : elsewhere_) {
+        const std::size_t from = std::max(at, other.first);
+        const std::size_t to = std::min(end, other.first + other.count);
+        if (from >= to) continue;
+        reduce(peers, index, 0, {at, from - at}, nullptr);
+        reduce(peers, index, 0, {from, to - from}, nullptr, static_cast<const char*>(other.data) + (from - other.first) * item_bytes());
+        at = to;
+    }
+    reduce(peers, index, 0, {at, end - at}, nullptr);
+}
+
 // Reduces `part` of a piece, from everybody's data into `target`, or into everybody's data if that is null.
-void Call::reduce(const Peers& peers, std::size_t index, std::size_t row, Range part, void* target) {
+void Call::reduce(const Peers& peers, std::size_t index, std::size_t row, Range part, void* target, const void* own) {
     if (part.count == 0) return;
+    std::array<const void*, kMostRanks> sources;
     std::array<void*, kMostRanks> everybody;
-    for (int rank = 0; rank < ranks_; ++rank)
-        everybody[static_cast<std::size_t>(rank)] = data(peers, rank, index, row) + part.begin * item_bytes();
+    for (int rank = 0; rank < ranks_; ++rank) {
+        const auto i = static_cast<std::size_t>(rank);
+        sources[i] = everybody[i] = data(peers, rank, index, row) + part.begin * item_bytes();
+    }
+    if (own != nullptr) sources[static_cast<std::size_t>(rank_)] = own;
     const bool in_place = target == nullptr;
     const double scale = arguments_.op == ReduceOp::kAvg ? 1.0 / ranks_ : 1.0;
     reduce_function(arguments_.dtype, arguments_.op, settings_.isa)(
-        {everybody.data(), ranks_, in_place ? everybody.data() : &target, in_place ? ranks_ : 1, part.count, scale});
+        {sources.data(), ranks_, in_place ? everybody.data() : &target, in_place ? ranks_ : 1, part.count, scale});
 }
 
 }  // namespace ddpcomm

@@ -34,13 +34,13 @@ Channel::Channel(std::shared_ptr<Arena> arena, Peers peers, const ChannelSetting
 
 Channel::~Channel() { close(); }
 
-std::uint64_t Channel::start(const CallArguments& arguments) {
+std::uint64_t Channel::start(const CallArguments& arguments, std::vector<Elsewhere> elsewhere) {
     const std::lock_guard<std::mutex> lock(mutex_);
     advance();
     if (failed() || !has_room()) return 0;
     const std::uint64_t number = last_ + 1;
     Call& next = call(number);
-    next = Call(number, arguments, settings_.call, peers_);
+    next = Call(number, arguments, settings_.call, peers_, std::move(elsewhere));
     try {
         take_buffers(next);
     } catch (const std::system_error& error) {
@@ -82,6 +82,12 @@ bool Channel::run(Call& call) {
             fail(FailureKind::kMismatch, {},
                  "call " + std::to_string(call.number()) +
                      ": the ranks made different calls at the same place: " + call.describe_all(peers_));
+            return false;
+        }
+        if (call.lacks_elements(peers_)) {
+            fail(FailureKind::kMismatch, {},
+                 "call " + std::to_string(call.number()) + ", " + call.describe(peers_) +
+                     ": a rank's tensor is in its shared memory only in part, while another's is outside of its own");
             return false;
         }
         look_for_failures();  // a rank that has given up may no longer expect its data to be written

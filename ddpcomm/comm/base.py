@@ -7,9 +7,10 @@ way on every transport, before anything has been sent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ class CollectiveTimer(Protocol):
         """It has been, and nothing after it."""
 
 
+class Elsewhere(NamedTuple):
+    """Elements of a tensor that lie in other memory: `numel` of them, from `first` on, at `address`. All in elements of the tensor."""
+
+    first: int
+    numel: int
+    address: int
+
+
 class CompletedWork:
     """Work that was done before it was returned."""
 
@@ -75,6 +84,8 @@ class Communicator(ABC):
     transport: str
     averages_in_passing: bool = False
     """Whether "avg" costs no pass over the tensor besides those of "sum"."""
+    reads_elsewhere: bool = False
+    """Whether `own_share` is ever more than nothing."""
     cuda_runtime: CudaRuntime | None = None
     """Through which it uses streams and events, if it has its own."""
     timer: CollectiveTimer | None = None
@@ -120,6 +131,28 @@ class Communicator(ABC):
         self._check_op("all_reduce", tensor, op)
         return self._all_reduce(tensor, op)
 
+    def own_share(self, numel: int, dtype: torch.dtype) -> range:
+        """The elements of an `empty` tensor of this size that in an all-reduce nobody but this rank reads. Local.
+
+        They need not be copied to their place before: see `all_reduce_from`. Where the transport knows none, the range is empty.
+        """
+        del numel, dtype
+        return range(0)
+
+    def all_reduce_from(self, tensor: Tensor, op: ReduceOp, elsewhere: Sequence[Elsewhere], keep: Sequence[Tensor]) -> Work:
+        """`all_reduce` of an `empty` tensor, of which some elements are still elsewhere. The result is all in `tensor`.
+
+        Args:
+            elsewhere: those elements, by `first`; within `own_share`. They must not change before the work is done.
+            keep: the tensors that they lie in.
+
+        Raises:
+            ConfigurationError: they are not within `own_share`; nothing was sent. And as `all_reduce`.
+        """
+        self._check("all_reduce", tensor)
+        self._check_op("all_reduce", tensor, op)
+        return self._all_reduce_from(tensor, op, elsewhere, keep) if elsewhere else self._all_reduce(tensor, op)
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         """Copies rank `source`'s `tensor` (contiguous) into every rank's."""
         self._check("broadcast", tensor)
@@ -150,6 +183,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
+
+    def _all_reduce_from(self, tensor: Tensor, op: ReduceOp, elsewhere: Sequence[Elsewhere], keep: Sequence[Tensor]) -> Work:
+        del tensor, op, elsewhere, keep
+        raise ConfigurationError(f"all_reduce_from: {self.transport} reads nothing elsewhere, so all elements must be in the tensor")
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Work: ...

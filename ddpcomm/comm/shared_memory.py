@@ -5,6 +5,7 @@ What moves, for S bytes a rank and n ranks; a copy of S bytes reads S and writes
 | collective | steps | read, written by each rank |
 |---|---|---|
 | all_reduce on `empty()` memory | 2 | S, S: 1/n of every rank's tensor is reduced into every rank's tensor |
+| all_reduce_from | 2 | the same; up to S / n of what it reads need not have been copied to `empty()` memory before |
 | all_reduce up to 32 KiB, or on other memory with two ranks | 1 | (n + 1) S, 2 S: copied to a staging buffer, then every rank reduces all |
 | all_reduce on other memory | 2 a piece | 3 S, 3 S: the same as the first, between two copies |
 | broadcast | 1 | S, S on the receivers; a copy more on the source for other memory |
@@ -27,6 +28,7 @@ communicator comes next (`progress()` is one that does nothing else), at last in
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm import _native
-from ddpcomm.comm.base import Communicator, ReduceOp, Work
+from ddpcomm.comm.base import Communicator, Elsewhere, ReduceOp, Work
 from ddpcomm.comm.forked import leave_to_parent_after_fork
 from ddpcomm.comm.neighbours import find_neighbours
 from ddpcomm.comm.segments import Segments, allocate, attach
@@ -114,6 +116,7 @@ class SharedMemoryCommunicator(Communicator):
 
     transport = "shared_memory"
     averages_in_passing = True
+    reads_elsewhere = True
 
     def __init__(
         self,
@@ -163,6 +166,19 @@ class SharedMemoryCommunicator(Communicator):
         address = tensor.data_ptr()
         return self._start((tensor,), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, 0, address, address)
 
+    def own_share(self, numel: int, dtype: torch.dtype) -> range:
+        if dtype.is_complex or dtype not in _REDUCIBLE:
+            return range(0)
+        return range(*self._channel.own_share(numel, *_REDUCIBLE[dtype]))
+
+    def _all_reduce_from(self, tensor: Tensor, op: ReduceOp, elsewhere: Sequence[Elsewhere], keep: Sequence[Tensor]) -> Work:
+        code, bits, numel = _reducible(tensor, op)
+        address = tensor.data_ptr()
+        try:
+            return self._start((tensor, *keep), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, 0, address, address, elsewhere)
+        except ValueError as error:
+            raise ConfigurationError(f"all_reduce_from: {error}") from None
+
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         address = tensor.data_ptr()
         return self._start((tensor,), _BROADCAST, 0, *_MOVABLE[tensor.dtype], source, tensor.numel(), 0, address, address)
@@ -182,7 +198,7 @@ class SharedMemoryCommunicator(Communicator):
         """Does what can be done of the calls under way. Costs well under a microsecond where that is nothing."""
         self._channel.progress()
 
-    def _start(self, tensors: tuple[Tensor, ...], *call: int) -> SharedMemoryWork:
+    def _start(self, tensors: tuple[Tensor, ...], *call: Any) -> SharedMemoryWork:
         """Starts a call, whose arguments are those of the native channel."""
         if self._in_flight:
             self._release()

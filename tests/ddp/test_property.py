@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ddpcomm.buckets
 from ddpcomm import DistributedDataParallel
 from ddpcomm.errors import LateGradientError
 from tests.ddp.on_ranks import exchange
@@ -93,6 +94,13 @@ def take(model: Any, step: Step, paths: tuple[Path, ...], batches: list[Tensor])
 
 
 def run_program(rank: RankContext, program: Program) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dict(program.options)["transport_options"]:
+            patch.setattr(ddpcomm.buckets, "LEAST_LEFT_BYTES", 0)
+        run_on_oracle(rank, program)
+
+
+def run_on_oracle(rank: RankContext, program: Program) -> None:
     ddp = DistributedDataParallel(build(lambda: Pool(program)), **dict(program.options))
     oracle = Oracle(lambda: Pool(program))
     models = [ddp.module, *oracle.replicas]
@@ -147,6 +155,9 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
+READS_GRADIENTS = {"small_bytes": 64}
+"""With this, and no lower limit for gradients, what a rank reduces of its own bucket is read where the gradients are."""
+
 programs = st.builds(
     Program,
     double_layers=st.frozensets(st.integers(0, LAYERS - 1), max_size=2),
@@ -156,6 +167,7 @@ programs = st.builds(
             "gradient_as_bucket_view": st.booleans(),
             "bucket_cap_mb": st.sampled_from([None, TINY_BUCKETS_MB]),
             "find_unused_parameters": st.just(True),
+            **{"transport": st.just("shared_memory"), "transport_options": st.sampled_from([None, READS_GRADIENTS])},
         }
     ).map(lambda options: tuple(options.items())),
     steps=st.lists(steps(), min_size=1, max_size=4).map(tuple),

@@ -27,6 +27,11 @@ struct Piece {
     Dtype dtype;
 };
 
+// Elements [begin, end) of a flat buffer.
+struct Stretch {
+    std::int64_t begin = 0, end = 0;
+};
+
 struct Execution {
     int threads;  // at most; small work is done by one
     Isa isa;

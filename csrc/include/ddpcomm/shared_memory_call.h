@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
+#include "ddpcomm/layout.h"
 #include "ddpcomm/shared_memory_control.h"
 #include "ddpcomm/shared_memory_peers.h"
 
@@ -24,6 +26,12 @@ struct CallArguments {
     void* output;
 };
 
+// Elements [first, first + count) of this rank's data in an all-reduce, which lie elsewhere than in its tensor.
+struct Elsewhere {
+    std::size_t first, count;
+    const void* data;
+};
+
 // What is fixed for all calls of a communicator.
 struct CallSettings {
     std::size_t piece_bytes;  // staged data travels in pieces of this size
@@ -38,11 +46,18 @@ struct CallSettings {
 //   retire    once all have consumed a piece: its memory is this rank's own again
 // An all-reduce runs in one of two ways. In place: each rank reduces its share of the elements from every rank's data into every rank's
 // data; done when all have. In one step, for small tensors and for two ranks that both stage: every rank reduces everything into its own
-// tensor; done at once. The others read each other's data and write to their own memory only.
+// tensor; done at once. In place nobody else reads a rank's share of its own data, so that this may lie elsewhere, in any memory that stays
+// as it is until the call is finished: the share need not be copied to where its result goes. The others read each other's data and write
+// to their own memory only.
 class Call {
   public:
     Call() = default;
-    Call(std::uint64_t number, const CallArguments& arguments, const CallSettings& settings, const Peers& peers);
+    // elsewhere: by `first`, and within own_share. Throws std::invalid_argument where it is not, or the call has no such share.
+    Call(std::uint64_t number, const CallArguments& arguments, const CallSettings& settings, const Peers& peers,
+         std::vector<Elsewhere> elsewhere = {});
+
+    // The elements of an all-reduce of data in this rank's segment that this rank is going to reduce; none where that is not settled yet.
+    static Stretch own_share(std::uint64_t numel, Dtype dtype, const CallSettings& settings, const Peers& peers);
 
     std::uint64_t number() const { return number_; }
     const CallArguments& arguments() const { return arguments_; }
@@ -58,6 +73,8 @@ class Call {
     bool all_posted(const Peers& peers) const;
     // Whether every rank has made the same call; only once all have posted.
     bool matches(const Peers& peers) const;
+    // Whether one rank's data is staged, of which all read every element, and not all of another's is there; only once all have posted.
+    bool lacks_elements(const Peers& peers) const;
     // Fixes how the call will run; only once it matches.
     void plan(const Peers& peers);
     bool planned() const { return planned_; }
@@ -83,6 +100,7 @@ class Call {
         std::size_t begin, count;  // elements
     };
 
+    void check_elsewhere(const Peers& peers) const;
     std::size_t item_bytes() const { return arguments_.dtype.bytes(); }
     std::size_t rows() const;
     std::size_t element_bytes() const { return item_bytes() * rows(); }
@@ -98,7 +116,9 @@ class Call {
     void copy_in(const Peers& peers, std::size_t index);
     void copy_out(const Peers& peers, std::size_t index);
     void consume(const Peers& peers, std::size_t index);
-    void reduce(const Peers& peers, std::size_t index, std::size_t row, Range part, void* target);
+    // own: where this rank's elements lie; null means with its data.
+    void reduce(const Peers& peers, std::size_t index, std::size_t row, Range part, void* target, const void* own = nullptr);
+    void reduce_share(const Peers& peers, std::size_t index, Range part);
     char* output(std::size_t element) const { return static_cast<char*>(arguments_.output) + element * item_bytes(); }
     const char* input(std::size_t element) const { return static_cast<const char*>(arguments_.input) + element * item_bytes(); }
 
@@ -116,6 +136,7 @@ class Call {
     std::size_t pieces_ = 1;
     std::size_t published_ = 0, consumed_ = 0, retired_ = 0;  // pieces
     std::array<std::uint64_t, kStagingBuffers> buffers_{};    // offsets in this rank's segment
+    std::vector<Elsewhere> elsewhere_;
 };
 
 }  // namespace ddpcomm

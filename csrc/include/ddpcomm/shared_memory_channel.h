@@ -37,7 +37,9 @@ class Channel {
     Channel& operator=(const Channel&) = delete;
 
     // The call's number, or 0 if it was not started: see `failed`, or wait_for_room and try again. Never blocks.
-    std::uint64_t start(const CallArguments& arguments);
+    std::uint64_t start(const CallArguments& arguments, std::vector<Elsewhere> elsewhere = {});
+    // See Call::own_share.
+    Stretch own_share(std::uint64_t numel, Dtype dtype) const { return Call::own_share(numel, dtype, settings_.call, peers_); }
 
     enum class Outcome { kDone, kFailed, kInterrupted };
     // Until the call is finished.

@@ -33,6 +33,7 @@ struct alignas(kCacheLine) Descriptor {
     Dtype dtype;
     // Not compared: where this rank's data lies in its segment. Staged data is there in pieces, by turns in one buffer and the other.
     bool staged;
+    bool elsewhere;  // not all of it: this rank's own share may be in other memory, where only this rank reads it
     std::array<std::uint64_t, kStagingBuffers> offsets;
 };
 

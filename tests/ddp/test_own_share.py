@@ -1,0 +1,152 @@
+"""Large gradients over shared memory: what a rank reduces of its own bucket is read where the gradients are, and they are watched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpcomm.buckets
+from ddpcomm import DistributedDataParallel
+from ddpcomm.comm.shared_memory import SharedMemoryCommunicator
+from ddpcomm.errors import LostGradientError
+from tests.ddp.on_ranks import on_two_ranks
+from tests.ddp.oracle import Trial, no_sync, whole_numbers
+from tests.ranks import RankContext, RankPool
+
+WIDE = 200  # a weight of 160,000 bytes
+
+
+class Wide(nn.Module):
+    """Weights above and below the size from which gradients are left where they are; `spare` is not always used."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDE, dtype=dtype)
+        self.second = nn.Linear(WIDE, WIDE, dtype=dtype)
+        self.spare = nn.Linear(WIDE, WIDE, dtype=dtype)
+        self.third = nn.Linear(WIDE, WIDE, dtype=dtype)
+        self.last = nn.Linear(WIDE, 1, dtype=dtype)
+
+    def forward(self, x: Tensor, spare: bool = True) -> Tensor:
+        hidden = self.second(self.first(x))
+        return self.last(self.third(hidden + self.spare(hidden) if spare else hidden))
+
+
+def with_spare(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum()
+
+
+def without_spare(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x, False).sum()
+
+
+def accumulated(model: nn.Module, x: Tensor) -> Tensor:
+    with no_sync(model):
+        model(x + 1).sum().backward()
+    return model(x).sum()
+
+
+def count_parts(patch: pytest.MonkeyPatch) -> list[int]:
+    """How many parts of gradients each all-reduce read where they were."""
+    counts: list[int] = []
+    send = SharedMemoryCommunicator._all_reduce_from
+
+    def counted(self: SharedMemoryCommunicator, tensor: Tensor, op: str, elsewhere: list[object], keep: list[Tensor]) -> object:
+        counts.append(len(elsewhere))
+        return send(self, tensor, op, elsewhere, keep)  # type: ignore[arg-type]
+
+    patch.setattr(SharedMemoryCommunicator, "_all_reduce_from", counted)
+    return counts
+
+
+@on_two_ranks
+def averages(rank: RankContext, view: bool, bucket_cap_mb: float | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        counts = count_parts(patch)
+        options = {"gradient_as_bucket_view": view, "bucket_cap_mb": bucket_cap_mb, "find_unused_parameters": True}
+        trial = Trial(rank, Wide, transport="shared_memory", **options)
+        for step in range(8):
+            run = (with_spare, without_spare, accumulated, with_spare)[step % 4]
+            trial.step(run, whole_numbers(step, 2, 3), zero_grad=step != 3)
+        assert len(counts) >= 6
+        assert min(counts) > 0
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.1])
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_averages(two_ranks: RankPool, view: bool, bucket_cap_mb: float | None) -> None:
+    averages(two_ranks, view=view, bucket_cap_mb=bucket_cap_mb)
+
+
+def average_of_three(rank: RankContext, view: bool, dtype: torch.dtype) -> None:
+    """All ranks hold the same bits; with a third, a sum in float32 is rounded."""
+    torch.manual_seed(0)
+    module = Wide(dtype)
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=view, transport="shared_memory")
+    for step in range(3):
+        ddp.zero_grad()
+        batches = [torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + r)).to(dtype) for r in range(3)]
+        with_spare(ddp, batches[rank.rank]).backward()
+        found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        wanted = [torch.autograd.grad(with_spare(module, batch), list(module.parameters())) for batch in batches]
+        for (name, value), *own in zip(found.items(), *wanted, strict=True):
+            expected = sum(each.double() for each in own) / 3  # type: ignore[union-attr]
+            torch.testing.assert_close(value.double(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+            everyone = [torch.empty_like(value) for _ in range(3)]
+            torch.distributed.all_gather(everyone, value)
+            assert all(torch.equal(each, value) for each in everyone), name
+    ddp.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_average_of_three(ranks, view: bool, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    ranks(3).run(average_of_three, view, dtype)
+
+
+@on_two_ranks
+def changed(rank: RankContext, view: bool) -> None:
+    """A gradient that is changed in place while its bucket is under way is an error, not half an average."""
+    trial = Trial(rank, Wide, transport="shared_memory", bucket_cap_mb=0.1, gradient_as_bucket_view=view)
+    trial.step(with_spare, whole_numbers(0, 2, 3))
+    module = trial.module
+
+    def spoil(_: Tensor) -> None:  # the gradient of the first layer's bias comes last, when the bucket of the third has gone out
+        assert module.third.weight.grad is not None
+        module.third.weight.grad.add_(1)
+
+    handle = module.first.bias.register_hook(spoil) if rank.rank == 1 else None
+    trial.zero_grad()
+    with pytest.raises(LostGradientError, match=r"rank 1: the gradient of third\.weight was changed, taken away or exchanged"):
+        with_spare(trial.ddp, whole_numbers(1, 2, 3)[rank.rank]).backward()
+    if handle is not None:
+        handle.remove()
+    trial.step(with_spare, whole_numbers(2, 2, 3))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_a_gradient_changed_under_way(two_ranks: RankPool, view: bool) -> None:
+    changed(two_ranks, view=view)
+
+
+@on_two_ranks
+def test_uneven_inputs_divide_by_those_that_are_left(rank: RankContext) -> None:
+    trial = Trial(rank, Wide, transport="shared_memory")
+    with trial.ddp.join(divide_by_initial_world_size=False):
+        for step in range(3 if rank.rank == 0 else 2):
+            trial.zero_grad()
+            batches = whole_numbers(step, 2, 3)
+            with_spare(trial.ddp, batches[rank.rank]).backward()
+            taking_part = batches if step < 2 else batches[:1]
+            for parameter, *own in zip(
+                trial.module.parameters(),
+                *(torch.autograd.grad(with_spare(trial.module, b), list(trial.module.parameters())) for b in taking_part),
+                strict=True,
+            ):
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, sum(own) / len(own))  # type: ignore[arg-type]
+
+
+def test_small_gradients_are_copied() -> None:
+    assert ddpcomm.buckets.LEAST_LEFT_BYTES <= WIDE * WIDE * 4
