@@ -140,7 +140,8 @@ class Bucket:
     ) -> list[tuple[int, int, int, int]]:
         """As `pack` with scale 1, but what large gradients have in a range of the buffer may be left where it is: (slot, first element in
         the buffer, count, address) of each such part."""
-        return self._plan.flatten_around([*sources, *self._tail(used, words)], self.buffer, skipped, LEAST_LEFT_BYTES)
+        gradients = range(skipped.start, max(skipped.start, min(skipped.stop, self.layout.flags_offset)))  # flags and words are made here
+        return self._plan.flatten_around([*sources, *self._tail(used, words)], self.buffer, gradients, LEAST_LEFT_BYTES)
 
     def _tail(self, used: Sequence[bool] | None, words: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         flags = self._ones if used is None else torch.tensor(used, dtype=self.dtype, device=self.device)
