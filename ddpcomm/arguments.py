@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpcomm.config import ReducerOptions, bucket_caps
-from ddpcomm.errors import ConfigurationError
+from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,19 @@ class Placement:
     device_ids: list[int] | None
     output_device: int | None
     input_device: torch.device | None
+
+
+def checked_timeout(timeout: timedelta | None) -> timedelta | None:
+    """
+    Raises:
+        ConfigurationTypeError: it is no timedelta.
+        ConfigurationError: it is not positive.
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ConfigurationTypeError(f"timeout must be a datetime.timedelta, such as timedelta(minutes=5), got {timeout!r}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ConfigurationError(f"timeout must be more than nothing, got {timeout}")
+    return timeout
 
 
 def placement(parameters: Sequence[Tensor], device_ids: Sequence[Any] | None, output_device: Any) -> Placement:

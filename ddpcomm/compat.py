@@ -211,6 +211,7 @@ class TorchNames(HookRegistration, TransportChoice):
         """Synchronises over another group from now on. Its ranks must all call it, with no backward under way."""
         if is_member(new_process_group):
             self.process_group = new_process_group
+            self._reports.connect(new_process_group)
             self._communicator = self._open_communicator({})
             self._reducer.use(self._communicator)
             self._plan_again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,10 +14,11 @@ from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.process_group import resolve
 from ddpcomm.comm.torch_ddp import ProcessGroup, all_groups, default_group
 from ddpcomm.errors import ConfigurationError
+from ddpcomm.reports import Reporter
 from ddpcomm.status import TAGS
 
 _NOT_COPIED = frozenset(
-    {"process_group", "device_mesh", "_communicator", "_reducer", "_module_buffers", "_statistics", "_finalizer", "_guard"}
+    {"process_group", "device_mesh", "_communicator", "_reducer", "_module_buffers", "_statistics", "_finalizer", "_guard", "_reports"}
     | {"_optimizer_hooks_seen"}
 )
 _Model = TypeVar("_Model", bound="Copies")
@@ -30,6 +32,8 @@ class Copies(nn.Module):
     _placement: Placement
     _tag: int
     _shares_communicator: bool
+    _timeout: timedelta | None
+    _reports: Reporter
 
     def _start(self, *, check_plan: bool) -> None:
         """What can't be copied or pickled. Local."""
@@ -51,7 +55,7 @@ class Copies(nn.Module):
         self.process_group = resolve(None)
         self._shares_communicator = False
         # Loading is local, maybe on one rank alone: only this transport needs nobody else to be made.
-        self._take_up(create_communicator(self.process_group, self._placement.device, "process_group"))
+        self._take_up(create_communicator(self.process_group, self._placement.device, "process_group", self._timeout))
 
     def __deepcopy__(self: _Model, memo: dict[int, Any]) -> _Model:
         twin = type(self).__new__(type(self))
@@ -69,4 +73,5 @@ class Copies(nn.Module):
 
     def _take_up(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._reports = Reporter()  # perhaps on one rank alone: there is no board to share
         self._start(check_plan=False)

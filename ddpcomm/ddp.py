@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from ddpcomm.comm.torch_ddp import (
 )
 from ddpcomm.compat import TorchNames
 from ddpcomm.copies import Copies
-from ddpcomm.errors import ConfigurationError, DDPCommError, RankMismatchError
+from ddpcomm.errors import CommunicationError, ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.forward_context import is_local, is_transformed, profiled
 from ddpcomm.gradient_queries import GradientQueries
 from ddpcomm.measurements import Measurements
@@ -34,12 +35,14 @@ from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
 from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
 from ddpcomm.outputs import find_tensors
 from ddpcomm.reducer import Reducer
+from ddpcomm.reports import Reporter
 from ddpcomm.statistics import Statistics
 from ddpcomm.step_guard import StepGuard
 from ddpcomm.transport_choice import AUTO
 from ddpcomm.tuning import Plan
 from ddpcomm.uneven_inputs import UnevenInputs
 from ddpcomm.verify import model_signatures, require_same_model
+from ddpcomm.whereabouts import FORWARD, OWN_CODE
 
 
 class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies, TorchNames, UnevenInputs, Joinable):
@@ -78,8 +81,11 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             host then waits at the end of every backward to hear whether it went well on all ranks; else it hears of it when the next one
             begins, and raises then.
         plan: buckets as another run has chosen and saved them (`save_plan`), in place of sizes.
+        timeout: time limit of every wait for other ranks; None means DDPCOMM_TIMEOUT_SECONDS, else the process group's own. When it has
+            passed, the error says where the ranks that were waited for had last been: see `ddpcomm.reports`.
 
     Raises:
+        ConfigurationTypeError: `timeout` is no timedelta.
         ConfigurationError: arguments that can't be served, or a module without trainable parameters.
         RankMismatchError: the ranks' models or options differ; on every rank.
         CommunicationError: a rank is lost, or did not arrive in time.
@@ -112,9 +118,11 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         transport_options: Mapping[str, Any] | None = None,
         error_on_unsynchronized: bool = False,
         plan: Plan | str | PathLike[str] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        self._timeout = arguments.checked_timeout(timeout)
         self.process_group = resolve(arguments.process_group_of(process_group, device_mesh))
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -160,15 +168,23 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                 raise
             failure = error
             self._placement = arguments.anywhere()
-        self._communicator = create_communicator(self.process_group, self._placement.device, transport, **self._decided_options(self._plan))
-        if init_sync:
-            signatures = model_signatures(module, self.parameters_to_ignore, self._describe_options())
-            require_same_model(self._communicator, signatures, failure)
-            self._broadcast_state(with_buffers=sync_buffers_at_init)
-        cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
-        self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
         self._error_on_unsynchronized = error_on_unsynchronized
-        self._start(check_plan=True)
+        self._reports = Reporter()
+        self._reports.connect(self.process_group)
+        try:
+            with self._reports.watching("construction"):
+                options = self._decided_options(self._plan)
+                self._communicator = create_communicator(self.process_group, self._placement.device, transport, **options)
+                if init_sync:
+                    signatures = model_signatures(module, self.parameters_to_ignore, self._describe_options())
+                    require_same_model(self._communicator, signatures, failure)
+                    self._broadcast_state(with_buffers=sync_buffers_at_init)
+                cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
+                self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
+                self._start(check_plan=True)
+        except BaseException:
+            self._reports.close()
+            raise
 
     def _start(self, *, check_plan: bool) -> None:
         """What can't be copied or pickled. Local."""
@@ -189,7 +205,9 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             tag=self._tag,
             wants_synchronization=wants_synchronization,
             statistics=self._statistics,
+            reports=self._reports,
         )
+        self._reports.follow(self._reducer)
         if self._precision.reduce is not None:
             self._reducer.wire_dtype = self._precision.reduce
             self._reducer.arrange()
@@ -198,7 +216,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         self._measure()
         self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
         self._optimizer_hooks_seen = 0
-        self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard)
+        self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard, self._reports)
 
     def close(self) -> None:
         """Takes the hooks off the module, which trains by itself from then on, and gives the communicator back. Idempotent."""
@@ -212,14 +230,21 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective while training with gradients, if buffers are synchronised."""
         with profiled("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            with active_module(self), self._short_parameters.used_by(self.module):
-                output = self.module(*inputs, **kwargs)
-            return self._post_forward(output)
+            try:
+                inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+                with active_module(self), self._short_parameters.used_by(self.module):
+                    output = self.module(*inputs, **kwargs)
+                return self._post_forward(output)
+            except BaseException as error:
+                self._reports.failed(error)
+                self._reports.phase = OWN_CODE
+                raise
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         local = is_local()
+        if not local:
+            self._reports.phase = FORWARD
         if torch.is_grad_enabled() and not local:
             self._forward_starts()
             self._reducer.prepare_forward()
@@ -236,9 +261,12 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
+        local = is_local()
+        if not local:
+            self._reports.phase = OWN_CODE
         if not torch.is_grad_enabled() or is_transformed():
             return output
-        if not is_local():
+        if not local:
             if self._syncs_buffers_after_forward() and self._syncs_buffers():
                 self._sync_buffers(0)
             if self.module.training:
@@ -305,9 +333,13 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             self._module_buffers.broadcast(self._communicator, source)
         except RankMismatchError as error:
             self._reducer.fail_at_end(error)
+        except CommunicationError as error:
+            self._reports.explain(error, "synchronising the module's buffers")
+            raise
 
 
-def _give_up(reducer: Reducer, guard: StepGuard | None) -> None:
+def _give_up(reducer: Reducer, guard: StepGuard | None, reports: Reporter) -> None:
+    reports.close()
     reducer.close()
     if guard is not None:
         guard.close()

@@ -25,13 +25,14 @@ from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommunicationError, DDPCommError
 from ddpcomm.foreign_hooks import ForeignHooks
 from ddpcomm.gradient_norm import GradientNorms
+from ddpcomm.interruption import Interruption
 from ddpcomm.mode import Mode
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.record import Record
 from ddpcomm.reduction import Reduction
+from ddpcomm.reports import Reporter
 from ddpcomm.settlement import collect_notices, settle, settle_deferred
 from ddpcomm.statistics import Statistics
-from ddpcomm.status import Notice
 from ddpcomm.streams import stream_reader
 from ddpcomm.timeline import Timeline
 from ddpcomm.tunable import Tunable
@@ -39,7 +40,7 @@ from ddpcomm.tunable import Tunable
 _DEVICE_LIMIT = timedelta(minutes=30)
 
 
-class Reducer(Tunable):
+class Reducer(Interruption, Tunable):
     """Averages the gradients of a module's parameters over the ranks of a communicator, during backward.
 
     Making one is local, apart from what its communicator's `empty` needs. Every backward that synchronises is collective.
@@ -53,6 +54,7 @@ class Reducer(Tunable):
         tag: tells models apart that share a communicator; the same on all ranks.
         wants_synchronization: whether a backward that no forward announced is to synchronise.
         statistics: where to record times.
+        reports: tells the other ranks of exceptions here, and explains theirs.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Reducer(Tunable):
         tag: int = 0,
         wants_synchronization: Callable[[], bool] = lambda: True,
         statistics: Statistics | None = None,
+        reports: Reporter | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -80,6 +83,7 @@ class Reducer(Tunable):
         """Whether the order in which gradients become ready is known."""
         self.backwards = 0
         self.statistics = statistics or Statistics()
+        self.reports = reports or Reporter()
         self.record = Record(self.statistics, keep_counts=options.find_unused_parameters)
         self.after_average: list[Callable[[], None]] = []
         self.wait_for: list[Any] = []
@@ -93,13 +97,13 @@ class Reducer(Tunable):
         self.deferred: DeferredStatus | None = None
         self._tag = tag
         self._wants_synchronization = wants_synchronization
-        self._mode = Mode.IDLE
+        self.mode = Mode.IDLE
         self._requested = False
-        self._interrupted = False
         self.changed = False
         self._ready_order: list[int] = []
-        self._reduction: Reduction | None = None
-        self.watch = BackwardWatch(self._begin, self._end, self._on_interrupt, self._likely_first)
+        self.under_way: Reduction | None = None
+        """The reduction of the backward under way."""
+        self.watch = BackwardWatch(self._begin, self._end, self._on_loss, self._likely_first)
         self.countdown = Countdown(self._launch_full, self._on_uncounted, stream_reader(communicator.device))
         self._foreign = ForeignHooks(self._holds_back)
         self.parameters = ParameterSet(module, self.ignored)
@@ -164,7 +168,7 @@ class Reducer(Tunable):
         """Takes the hooks off the parameters and forgets a backward under way. Idempotent."""
         self.unhook()
         self.watch.forget()
-        self._mode = Mode.IDLE
+        self.mode = Mode.IDLE
         if self.timeline is not None:
             self.timeline.close()
         if self.tuner is not None:
@@ -176,7 +180,7 @@ class Reducer(Tunable):
         """Ends what an interrupted backward left open. Collective only then."""
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._mode is not Mode.IDLE:
+        if self.mode is not Mode.IDLE:
             self._on_interrupt()
         self._recover()
         self.hear_deferred()
@@ -208,9 +212,9 @@ class Reducer(Tunable):
 
     def _begin(self, synchronize: bool) -> None:
         synchronize = synchronize or self._requested
-        if self._mode is Mode.IDLE:
+        if self.mode is Mode.IDLE:
             self._open(synchronize)
-        elif synchronize and self._mode is Mode.LOCAL:
+        elif synchronize and self.mode is Mode.LOCAL:
             self._open_synchronizing(may_overlap=False)  # one of several outputs asks for it, and speaks for all
 
     def _open(self, synchronize: bool) -> None:
@@ -219,7 +223,7 @@ class Reducer(Tunable):
         self._foreign.look()
         self._ready_order = []
         if not synchronize:
-            self._mode = Mode.LOCAL
+            self.mode = Mode.LOCAL
             return
         self._open_synchronizing(may_overlap=self.learned and not self.holds_buckets_back)
 
@@ -229,16 +233,16 @@ class Reducer(Tunable):
         self.changed = self.parameters.replaced_or_unfrozen()
         if self.changed:
             self._foreign.watch(ParameterSet(self.module, self.ignored).parameters)
-        mode = self._mode = Mode.OVERLAPPED if may_overlap and not self.changed else Mode.DELAYED
+        mode = self.mode = Mode.OVERLAPPED if may_overlap and not self.changed else Mode.DELAYED
         self.backwards += 1
         self.norms.forget()
         self.record.complete = False
         self.statistics.backward_starts()
-        self._reduction = self.new_reduction()
+        self.under_way = self.new_reduction()
         if self.timeline is not None:
-            self._reduction.recording = self.timeline.step(self.arrangement)
+            self.under_way.recording = self.timeline.step(self.arrangement)
         if mode is Mode.OVERLAPPED:
-            self.countdown.arm(self._reduction.arrangement)
+            self.countdown.arm(self.under_way.arrangement)
 
     def new_reduction(self, arrangement: Arrangement | None = None) -> Reduction:
         """One pass over the buckets, or over those of another arrangement, which the transport reduces without a hook."""
@@ -250,42 +254,46 @@ class Reducer(Tunable):
     # ---- gradients arrive -------------------------------------------------------------------------------------------
 
     def _launch_full(self) -> None:
-        reduction = self._reduction
+        reduction = self.under_way
         if reduction is None:
             return
         if reduction.recording is not None:
             reduction.recording.look_for_full(self.countdown.is_full)
         while reduction.next < reduction.arrangement.last and self.countdown.is_full(reduction.next):
             self.statistics.bucket_launched()
-            reduction.launch(producers=self.countdown.streams(reduction.next))
+            try:
+                reduction.launch(producers=self.countdown.streams(reduction.next))
+            except CommunicationError as error:
+                self.reports.explain(error)
+                raise
 
     def _on_uncounted(self, index: int) -> None:
         """A gradient that the countdown doesn't expect: the first of a backward that nobody announced, any while nothing is armed, one more
         than was known."""
-        if self._mode is Mode.IDLE:
+        if self.mode is Mode.IDLE:
             self.countdown.forget(index)
             if self._start_unannounced() is not Mode.OVERLAPPED:
                 self._ready_order.append(index)
             self.countdown.recount(index)
-        elif self._mode is not Mode.OVERLAPPED:
+        elif self.mode is not Mode.OVERLAPPED:
             self._ready_order.append(index)
-        elif self._reduction is not None and self._reduction.has_launched(index):
+        elif self.under_way is not None and self.under_way.has_launched(index):
             self.late.add(index)
 
     def _start_unannounced(self) -> Mode:
         self.watch.started_by_parameter()
         self._begin(self._wants_synchronization())
-        return self._mode
+        return self.mode
 
     def _holds_back(self) -> bool:
         """Whether a hook of the user's has to wait for the average."""
-        mode = self._start_unannounced() if self._mode is Mode.IDLE else self._mode
+        mode = self._start_unannounced() if self.mode is Mode.IDLE else self.mode
         return mode is not Mode.LOCAL
 
     # ---- a backward ends --------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        mode, reduction, fires = self._mode, self._reduction, self.countdown.fires()
+        mode, reduction, fires = self.mode, self.under_way, self.countdown.fires()
         if mode is Mode.LOCAL:
             self.record.gradients_are_own(self.parameters, fires, "accumulated without synchronisation, as under no_sync")
         if mode is Mode.IDLE or mode is Mode.LOCAL or reduction is None:
@@ -295,16 +303,17 @@ class Reducer(Tunable):
             self._synchronize(reduction, fires)
         except DDPCommError as error:
             if not reduction.all_sent and not isinstance(error, CommunicationError):
-                self._on_interrupt()  # the other ranks wait for the rest
+                self._on_interrupt(error)  # the other ranks wait for the rest
                 raise
+            self.reports.explain(error)
             self.broken = error if isinstance(error, CommunicationError) else self.broken
             self.statistics.error = f"{type(error).__name__}: {error}"
             self.record.gradients_are_own(self.parameters, self._spoilt(fires), f"not averaged: {error}")
             self._foreign.drop_waiting()
             self._rest()
             raise
-        except BaseException:
-            self._on_interrupt()
+        except BaseException as error:
+            self._on_interrupt(error)
             raise
         self._rest()
         try:
@@ -315,8 +324,8 @@ class Reducer(Tunable):
             self._tune(took_part=True)
 
     def _rest(self) -> None:
-        self._mode = Mode.IDLE
-        self._reduction = None
+        self.mode = Mode.IDLE
+        self.under_way = None
         self._requested = False
         self.failure = None
         self.late.clear()
@@ -347,6 +356,7 @@ class Reducer(Tunable):
     def shadow(self) -> None:
         """Takes part, with zeros, in a backward of the other ranks: this one has run out of input. Collective."""
         self.prepare_forward()
+        self.backwards += 1
         nothing = [0] * len(self.parameters.managed)
         used = [False] * len(nothing)
         reduction = self.new_reduction()
@@ -357,42 +367,3 @@ class Reducer(Tunable):
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""
         return list(dict.fromkeys(reversed(self._ready_order)))[::-1] or self._order
-
-    # ---- a backward is interrupted ----------------------------------------------------------------------------------
-
-    def _spoilt(self, fires: Sequence[int]) -> Sequence[int]:
-        """By parameter, whether a failed backward has left its gradient wrong: one that arrived, or that lies in a bucket."""
-        if not self.options.gradient_as_bucket_view or self._mode is Mode.LOCAL:
-            return fires
-        return [p.grad is not None for p in self.parameters.parameters]
-
-    def _on_interrupt(self) -> None:
-        """Backward raised on this rank. The others wait for its buckets: they go out void, and the last one says so. Never blocks."""
-        mode, reduction = self._mode, self._reduction
-        self._foreign.drop_waiting()
-        self.record.gradients_are_own(self.parameters, self._spoilt(self.countdown.fires()), "backward raised an exception")
-        self._rest()
-        if mode is Mode.LOCAL or reduction is None or self.broken is not None:
-            return
-        self._reduction = reduction
-        self._interrupted = True
-        try:
-            while reduction.next < len(reduction.arrangement.buckets):
-                reduction.launch([False] * len(self.parameters.managed), lambda: {Notice.INTERRUPTED}, void=True)
-        except CommunicationError as error:
-            self.broken = error
-
-    def _recover(self) -> None:
-        """Takes an interrupted backward's buckets back in, so that the next ones meet their own kind. Collective, if there was one."""
-        if not self._interrupted:
-            return
-        reduction, self._reduction = self._reduction, None
-        self._interrupted = False
-        if reduction is None or self.broken is not None:
-            return
-        try:
-            reduction.finish_hooks()
-            reduction.wait()
-        except CommunicationError as error:
-            self.broken = error
-            raise

@@ -52,6 +52,8 @@ class Reduction:
         """Where to note times, while there is a timeline."""
         self.said_something = False
         """Whether this rank's last bucket carried a notice."""
+        self.waits_for: int | None = None
+        """The bucket that is being waited for."""
         self._communicator = communicator
         self._divisor = divisor
         self._hook = hook
@@ -246,6 +248,7 @@ class Reduction:
         for index, work in enumerate(self._works):
             if work is None:
                 continue
+            self.waits_for = index
             if recording is not None:
                 recording.mark("wait", index)
             try:

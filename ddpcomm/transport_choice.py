@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,7 @@ class TransportChoice(nn.Module):
     _reducer: Reducer
     _transport: str
     _transport_options: dict[str, Any]
+    _timeout: timedelta | None
     _shares_communicator: bool
     _tunes_options: bool
 
@@ -59,7 +61,7 @@ class TransportChoice(nn.Module):
     def _decided_options(self, plan: Plan | None) -> dict[str, Any]:
         """The options to start with: those that are given, and for the others what a plan says or the transport does by itself."""
         undecided = self._undecided
-        options = {name: value for name, value in self._transport_options.items() if name not in undecided}
+        options = {"timeout": self._timeout} | {name: value for name, value in self._transport_options.items() if name not in undecided}
         if plan is not None:
             options.update({name: value for name in undecided if (value := getattr(plan, name)) is not None})
         return options

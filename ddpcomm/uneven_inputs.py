@@ -12,6 +12,7 @@ from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.join import Join, Joinable, JoinHook, ShadowHook, notify, tell
 from ddpcomm.comm.torch_ddp import ProcessGroup
 from ddpcomm.reducer import Reducer
+from ddpcomm.reports import Reporter
 
 
 class UnevenInputs(nn.Module):
@@ -24,6 +25,7 @@ class UnevenInputs(nn.Module):
     _placement: Placement
     _communicator: Communicator
     _reducer: Reducer
+    _reports: Reporter
     _divide_by_initial_world_size: bool
     _join_config: Any
 
@@ -71,18 +73,20 @@ class UnevenInputs(nn.Module):
 
     def shadow_iteration(self) -> None:
         """Takes part, with zeros, in a forward and backward of ranks that still have input. Collective."""
-        self._reducer.prepare_forward()
-        participation = tell(self._communicator, active=False)
-        if participation.syncs_buffers:
-            self._sync_buffers(participation.authoritative_rank)
-        self._divide_by(participation.active_ranks)
-        if participation.synchronizes:
-            self._reducer.shadow()
+        with self._reports.watching("a shadowed step of join()"):
+            self._reducer.prepare_forward()
+            participation = tell(self._communicator, active=False)
+            if participation.syncs_buffers:
+                self._sync_buffers(participation.authoritative_rank)
+            self._divide_by(participation.active_ranks)
+            if participation.synchronizes:
+                self._reducer.shadow()
 
     def take_final_state(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of one that ran out last. Collective."""
-        self._authoritative_rank = tell(self._communicator, active=is_last_joiner).authoritative_rank
-        self._broadcast_state(self._authoritative_rank, with_buffers=self.forward_sync_buffers)
+        with self._reports.watching("the end of join()"):
+            self._authoritative_rank = tell(self._communicator, active=is_last_joiner).authoritative_rank
+            self._broadcast_state(self._authoritative_rank, with_buffers=self.forward_sync_buffers)
 
     def _sync_buffers(self, source: int) -> None:
         """Takes over rank `source`'s buffers."""

@@ -101,13 +101,13 @@ def _process_group(group: dist.ProcessGroup, device: torch.device, timeout: time
 def _shared_memory(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, options: dict[str, Any]) -> Communicator:
     from ddpcomm.comm.shared_memory import create_shared_memory
 
-    return create_shared_memory(_on_cpu(group, device, "shared_memory"), timeout or group_timeout(group), **options)
+    return create_shared_memory(_on_cpu(group, device, "shared_memory", timeout), timeout or group_timeout(group), **options)
 
 
 def _hierarchical(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, options: dict[str, Any]) -> Communicator:
     from ddpcomm.comm.hierarchical import create_hierarchical
 
-    return create_hierarchical(_on_cpu(group, device, "hierarchical"), timeout or group_timeout(group), **options)
+    return create_hierarchical(_on_cpu(group, device, "hierarchical", timeout), timeout or group_timeout(group), **options)
 
 
 def _nccl(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, options: dict[str, Any]) -> Communicator:
@@ -131,10 +131,10 @@ _MAKERS: dict[str, _Maker] = {
 }
 
 
-def _on_cpu(group: dist.ProcessGroup, device: torch.device, transport: str) -> ProcessGroupCommunicator:
+def _on_cpu(group: dist.ProcessGroup, device: torch.device, transport: str, timeout: timedelta | None) -> ProcessGroupCommunicator:
     if device.type != "cpu":
         raise ConfigurationError(f"{transport} is for CPU tensors, not for {device}")
-    return ProcessGroupCommunicator(group, device)
+    return ProcessGroupCommunicator(group, device, timeout)
 
 
 def _device(group: dist.ProcessGroup, device: torch.device | str | int | None) -> torch.device:
