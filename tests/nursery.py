@@ -121,10 +121,10 @@ def _receive(pipe: IO[bytes] | None, limit_seconds: float) -> Any:
 
 def main() -> int:
     """Returns in the nursery, and in each rank, when it has nothing more to do."""
-    import torch._dynamo  # noqa: F401, PLC0415 - once, for all ranks
-    import torch.distributed  # noqa: F401, PLC0415
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
 
-    import tests.faults.kills  # noqa: F401, PLC0415
+    import tests.faults.kills  # noqa: F401
 
     gc.collect()
     gc.freeze()  # ranks needn't look through it, nor copy its pages
@@ -177,8 +177,8 @@ def _read(notes: Path) -> list[Any]:
 
 
 def _live(task: _Task, rank: int, store: str, notes: Path, stderr: Path) -> int:
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
 
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     os.dup2(2, 1)

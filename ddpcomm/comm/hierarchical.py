@@ -32,7 +32,7 @@ from ddpcomm.comm.base import Communicator, ReduceOp, Work
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.forked import abandon, leave_to_parent_after_fork
 from ddpcomm.comm.neighbours import find_neighbours
-from ddpcomm.comm.process_group import ProcessGroupCommunicator
+from ddpcomm.comm.process_group import ProcessGroupCommunicator, translate
 from ddpcomm.comm.segments import attach
 from ddpcomm.comm.shared_memory import SharedMemoryCommunicator
 from ddpcomm.comm.shared_memory_settings import SharedMemorySettings
@@ -300,7 +300,11 @@ def create_hierarchical(
 
 
 def _connect_leaders(bootstrap: ProcessGroupCommunicator, leaders: tuple[int, ...], timeout: timedelta) -> ProcessGroupCommunicator | None:
-    """A group of the leaders, on leaders. Collective over all ranks."""
+    """A group of the leaders, on leaders. Collective over all ranks.
+
+    Raises:
+        CommunicationError: a leader is lost, or did not come in time.
+    """
     # A name that no group had before: what an earlier one left in the store would be taken for this one's.
     name = all_gather_objects(bootstrap, secrets.token_hex(8))[0]
     if bootstrap.rank not in leaders or len(leaders) == 1:
@@ -313,5 +317,11 @@ def _connect_leaders(bootstrap: ProcessGroupCommunicator, leaders: tuple[int, ..
     group = dist.ProcessGroup(store, rank, len(leaders))
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
-    group._register_backend(cpu, kind, dist.ProcessGroupGloo(store, rank, len(leaders), timeout))
+    try:
+        backend = dist.ProcessGroupGloo(store, rank, len(leaders), timeout)
+    except RuntimeError as error:
+        raise translate(
+            error, f"connecting the leaders of the hosts, ranks {', '.join(map(str, leaders))}, on rank {bootstrap.rank}"
+        ) from error
+    group._register_backend(cpu, kind, backend)
     return ProcessGroupCommunicator(group, cpu, timeout)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import ddpcomm.comm.hierarchical
 import ddpcomm.comm.shared_memory
 import ddpcomm.ddp
 import ddpcomm.uneven_inputs
 from ddpcomm import DistributedDataParallel
 from ddpcomm.comm.factory import create_communicator
-from ddpcomm.comm.hierarchical import HierarchicalCommunicator
 from ddpcomm.errors import DDPCommError
 from ddpcomm.module_state import Message
 from ddpcomm.reduction import Reduction

@@ -1,4 +1,4 @@
-"""A rank that stalls, or raises, while the others wait for it: after the time limit they say which, where it was, and what it had raised."""
+"""A rank that stalls, or raises, while the others wait for it: after the time limit they say which, where it was, what it had raised."""
 
 from __future__ import annotations
 
@@ -134,8 +134,7 @@ def fail_for_good(birth: Birth, transport: str) -> None:
     if birth.rank == CULPRIT:
         fail()
     with pytest.raises(CommunicationError) as caught:
-        for _ in range(2):
-            step(model)
+        step(model)
     birth.tell(str(caught.value))
 
 
