@@ -1,6 +1,7 @@
 """How soon do the other ranks notice that one has been killed, wherever it was?
 
     python -m bench.chaos --kills 200 --transport shared_memory,process_group,hierarchical
+    python -m bench.chaos --kills 0 --points
 
 Each kill is one training of three ranks on this machine, of which one gets SIGKILL at a random moment: in construction, forward, backward,
 an exchange, close, or between them. The others must raise a typed error within the time limit, and end by themselves with exit status 0;
@@ -13,23 +14,26 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from bench import cli
 from bench.report import Table, bar_chart
 from bench.rows import Row, percentiles
-from tests.faults.kills import TRANSPORTS, WORLD_SIZE, kill_any_time
+from tests.faults.kills import POINTS, TRANSPORTS, WORLD_SIZE, Kill, kill_any_time, kill_at
 from tests.nursery import Nursery
 
+ANY_TIME = "any moment"
 LATEST_SECONDS = 1.2  # enough for several trainings from construction to close
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One kill: how long until the last survivor had raised, with what, and what was not as promised."""
+    """One kill: where, how long until the last survivor had raised, with what, and what was not as promised."""
 
+    case: str
     transport: str
     seconds: float
     errors: tuple[str, ...]
@@ -44,25 +48,41 @@ def kills(transports: Sequence[str], count: int, seed: int = 0, most_seconds: fl
         for number in range(count):
             if time.monotonic() > deadline:
                 return
-            transport = transports[number % len(transports)]
-            files = set(os.listdir("/dev/shm"))
-            kill = kill_any_time(nursery, transport, chance.uniform(0.0, LATEST_SECONDS), chance.randrange(WORLD_SIZE))
-            left = [name for name in set(os.listdir("/dev/shm")) - files if "ddpcomm" in name]
-            problems = (*kill.problems, *(f"/dev/shm/{name} was left" for name in left))
-            yield Trial(transport, max(kill.noticed.values(), default=0.0), tuple(o.kind for o in kill.outcomes.values()), problems)
+            transport, seconds, victim = (
+                transports[number % len(transports)],
+                chance.uniform(0.0, LATEST_SECONDS),
+                chance.randrange(WORLD_SIZE),
+            )
+            yield observe(ANY_TIME, transport, lambda: kill_any_time(nursery, transport, seconds, victim))  # noqa: B023 - called at once
+
+
+def kills_at_points(transports: Sequence[str]) -> Iterator[Trial]:
+    """Kills a rank once at each point of training, over each transport."""
+    with Nursery() as nursery:
+        for point in POINTS:
+            for transport in transports:
+                yield observe(point, transport, lambda: kill_at(nursery, point, transport))  # noqa: B023 - called at once
+
+
+def observe(case: str, transport: str, run: Callable[[], Kill]) -> Trial:
+    files = set(os.listdir("/dev/shm"))
+    kill = run()
+    left = [name for name in set(os.listdir("/dev/shm")) - files if "ddpcomm" in name]
+    problems = (*kill.problems, *(f"/dev/shm/{name} was left" for name in left))
+    return Trial(case, transport, max(kill.noticed.values(), default=0.0), tuple(o.kind for o in kill.outcomes.values()), problems)
 
 
 def rows_of(trials: Sequence[Trial]) -> list[Row]:
     rows = []
-    for transport in dict.fromkeys(trial.transport for trial in trials):
-        own = [trial for trial in trials if trial.transport == transport]
+    for case, transport in dict.fromkeys((trial.case, trial.transport) for trial in trials):
+        own = [trial for trial in trials if (trial.case, trial.transport) == (case, transport)]
         errors = [kind for trial in own for kind in trial.errors]
         details = {
             "errors": {kind: errors.count(kind) for kind in sorted(set(errors))},
             "broken_promises": sum(bool(trial.problems) for trial in own),
             "longest": max(trial.seconds for trial in own),
         }
-        row = ("chaos", "SIGKILL at a random moment", f"ddpcomm {transport}", "noticed by all", "s", WORLD_SIZE, "float32", {})
+        row = ("chaos", case, f"ddpcomm {transport}", "noticed by all", "s", WORLD_SIZE, "float32", {})
         rows.append(Row(*row, **percentiles([trial.seconds for trial in own]), details=details))  # type: ignore[arg-type]
     return rows
 
@@ -70,21 +90,18 @@ def rows_of(trials: Sequence[Trial]) -> list[Row]:
 def tables(rows: Sequence[Row]) -> list[Table]:
     lines = []
     for row in rows:
-        errors = ", ".join(f"{count} {kind}" for kind, count in row.details["errors"].items())
+        errors = ", ".join(f"{count} {kind}" for kind, count in row.details["errors"].items()) or "none"
         times = (f"{seconds:.2f}" for seconds in (row.p50, row.p99, row.details["longest"]))
-        lines.append([row.subject, str(row.count), str(row.details["broken_promises"]), *times, errors])
-    title = f"SIGKILL at random moments, {WORLD_SIZE} CPU ranks: seconds until all survivors had raised"
+        lines.append([f"{row.case}, {row.subject}", str(row.count), str(row.details["broken_promises"]), *times, errors])
+    title = f"SIGKILL of one of {WORLD_SIZE} CPU ranks: seconds until all survivors had raised"
     return [Table(title, ["", "kills", "not as promised", "p50", "p99", "longest", "errors of the survivors"], lines)]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    values = {name: {row.subject: value for row, value in pairs(rows, name)} for name in ("p50", "p99")}
-    bar_chart(values, path, title="Until all survivors of a kill have raised (CPU ranks)", label="s")
-
-
-def pairs(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, float]]:
+    values: dict[str, dict[str, float]] = {}
     for row in rows:
-        yield row, getattr(row, name)
+        values.setdefault(row.subject, {})[row.case] = row.details["longest"]
+    bar_chart(values, path, title="Until all survivors of a kill have raised, at most (CPU ranks)", label="s")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,10 +110,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after this time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default: %(default)s)")
     parser.add_argument("--transport", default=",".join(TRANSPORTS), help="in turn (default: %(default)s)")
+    parser.add_argument("--points", action="store_true", help="also once at each named point of training")
     options = parser.parse_args(arguments)
     count = min(options.kills, 20) if options.short else options.kills
+    transports = cli.names(options.transport)
+    at_points = kills_at_points(transports) if options.points else ()
     trials = []
-    for trial in kills(cli.names(options.transport), count, options.seed, options.seconds):
+    for trial in chain(kills(transports, count, options.seed, options.seconds), at_points):
         trials.append(trial)
         for problem in trial.problems:
             sys.stderr.write(f"kill {len(trials)}, {trial.transport}: {problem}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ddpcomm.hook_registration import HookRegistration
 from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
 from ddpcomm.module_state import MOST_BYTES, broadcast_tensors, named_buffers
 from ddpcomm.parameters import ParameterSet
+from ddpcomm.reports import Reporter
 from ddpcomm.torch_reducer import TorchLogger, TorchReducer, logging_data
 from ddpcomm.transport_choice import TransportChoice
 
@@ -37,6 +39,8 @@ class TorchNames(HookRegistration, TransportChoice):
     _options: ReducerOptions
     _bucket_cap_mb_list: Sequence[float] | None
     _transport: str
+    _timeout: timedelta | None
+    _reports: Reporter
     _communicator: Communicator
 
     # ---- attributes -------------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ class ReportBoard:
         if not self._closed:
             self._closed = True
             self._requests.put(None)
-            self._thread.join(_LIMIT.total_seconds())
+            if threading.current_thread() is not self._thread:  # which may happen to collect the garbage that this belongs to
+                self._thread.join(_LIMIT.total_seconds())
 
     def leave_to_parent(self) -> None:
         """In a forked child: there is no thread, and the connection is the parent's."""
