@@ -41,6 +41,7 @@ from ddpcomm.errors import CommunicationError, TransportUnavailableError
 # More calls than this wait for the oldest. A quarter of what shared memory can hold in flight: no rank is further ahead of another than
 # this, so that a call never has to wait for room in one channel while another rank waits for room in the other one.
 _CALLS_IN_FLIGHT = 64
+_CONNECTION_ATTEMPTS = 5
 
 _Step = Callable[[], Work | None]
 
@@ -318,7 +319,8 @@ def _connect_leaders(bootstrap: ProcessGroupCommunicator, leaders: tuple[int, ..
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     try:
-        backend = dist.ProcessGroupGloo(store, rank, len(leaders), timeout)
+        # Every collective brings its own limit. Here Gloo tries so often, waiting as long each time, and all leaders are on their way.
+        backend = dist.ProcessGroupGloo(store, rank, len(leaders), timeout / _CONNECTION_ATTEMPTS)
     except RuntimeError as error:
         raise translate(
             error, f"connecting the leaders of the hosts, ranks {', '.join(map(str, leaders))}, on rank {bootstrap.rank}"

@@ -59,7 +59,7 @@ class ReportBoard:
             store = dist.distributed_c10d._get_process_group_store(process_group)
             number = store.add(f"ddpcomm/reports/made/{rank}", 1)
             own = PrefixStore(f"ddpcomm/reports/{number}", store).clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        except (RuntimeError, KeyError) as error:
+        except (RuntimeError, KeyError, ValueError) as error:
             _log.info("ranks won't report where they are: %s", error)
             return None
         return cls(own, rank, process_group.size(), describe)
