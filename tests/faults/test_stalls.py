@@ -21,9 +21,9 @@ from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.timeout(120)
 
-LIMIT = timedelta(seconds=3)
+LIMIT = timedelta(seconds=2.5)
 CULPRIT = 1
-FORWARD, BACKWARD, OUTSIDE, STOPPED = "forward", "backward", "outside", "stopped"
+FORWARD, BACKWARD, STOPPED = "forward", "backward", "stopped"
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,14 @@ def stall(birth: Birth, where: str, transport: str) -> None:
         step(model)
     layer = model.module.layers[1]
     if birth.rank == CULPRIT:
-        pause = LIMIT.total_seconds() + 1.5
+        pause = LIMIT.total_seconds() + 1
         if where == FORWARD:
             layer.register_forward_pre_hook(lambda *_: time.sleep(pause))
         elif where == BACKWARD:
             layer.register_full_backward_pre_hook(lambda *_: time.sleep(pause))
         else:
             time.sleep(1.2)  # so that it has reported
-            if where == STOPPED:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGSTOP)
     try:
         step(model)
     except CommunicationError as error:
@@ -66,17 +64,16 @@ def stall(birth: Birth, where: str, transport: str) -> None:
 WANTED = {
     FORWARD: "rank 1 was in forward, after 3 backwards",
     BACKWARD: "rank 1 was in backward 4, had sent 2 of 4 buckets; bucket 2 lacked the gradients of layers.1.weight, layers.1.bias",
-    OUTSIDE: "rank 1 was in code outside of forward and backward, after 3 backwards",
     STOPPED: "rank 1 was in code outside of forward and backward, after 3 backwards",
 }
 
 
 @pytest.mark.parametrize(
     ("where", "transport"),
-    [*((BACKWARD, transport) for transport in TRANSPORTS), *((where, "shared_memory") for where in (FORWARD, OUTSIDE, STOPPED))],
+    [*((BACKWARD, transport) for transport in TRANSPORTS), *((where, "shared_memory") for where in (FORWARD, STOPPED))],
 )
 def test_who_waits_says_for_whom(nursery: Nursery, where: str, transport: str) -> None:
-    fates = nursery.run(stall, where, transport, world_size=3, limit=timedelta(seconds=15 if where != STOPPED else 10))
+    fates = nursery.run(stall, where, transport, world_size=3, limit=timedelta(seconds=20 if where != STOPPED else 8))
     for fate in fates:
         if fate.rank == CULPRIT:
             assert fate.status == (None if where == STOPPED else 0), fate.stderr
@@ -102,7 +99,7 @@ def fail_in_forward(birth: Birth, transport: str) -> None:
         model.module.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="out of order"):
             step(model)
-        time.sleep(LIMIT.total_seconds() + 2)  # it lives, and is not lost
+        time.sleep(LIMIT.total_seconds() + 1)  # it lives, and is not lost
     else:
         with pytest.raises(CollectiveTimeoutError) as caught:
             step(model)
@@ -142,9 +139,8 @@ def statuses(fates: list[Fate]) -> list[int | None]:
     return [fate.status for fate in fates]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_exception_in_forward(nursery: Nursery, transport: str) -> None:
-    fates = nursery.run(fail_in_forward, transport, world_size=2)
+def test_exception_in_forward(nursery: Nursery) -> None:
+    fates = nursery.run(fail_in_forward, "process_group", world_size=2)
     assert statuses(fates) == [0, 0], [fate.stderr for fate in fates]
     assert "rank 1 was in forward, after 1 backwards, and raised ValueError: out of order: 17" in fates[0].notes[0]
 
