@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ class TorchNames(HookRegistration, TransportChoice):
     _options: ReducerOptions
     _bucket_cap_mb_list: Sequence[float] | None
     _transport: str
-    _timeout: timedelta | None
     _reports: Reporter
     _communicator: Communicator
 
