@@ -111,8 +111,8 @@ class Reporter:
     # ---- this rank asks ---------------------------------------------------------------------------------------------
 
     def explain(self, error: DDPCommError, doing: str = "") -> None:
-        """Adds to an error what the other ranks had said, in milliseconds; where the store doesn't answer, in two and a half seconds at most,
-        or one if the rank that is lost is known.
+        """Adds to an error what the other ranks had said, in milliseconds; where the store doesn't answer, in two and a half seconds at
+        most, or one if the rank that is lost is known.
 
         Args:
             error: is changed in place.

@@ -59,11 +59,11 @@ class Net(nn.Module):
 def connect(transport: str, timeout: timedelta) -> Any:
     """Makes `DistributedDataParallel` split the ranks, which are all here, into two hosts where the transport is for several."""
 
-    def make(group: Any, device: Any, transport: str, limit: timedelta | None) -> Any:
-        options = {"hosts": ((0,), (1, 2))} if transport == "hierarchical" else {}
-        return create_communicator(group, device, transport, limit, **options)
+    def make(group: Any, device: Any, transport: str, **options: Any) -> Any:
+        hosts = {"hosts": ((0,), (1, 2))} if transport == "hierarchical" else {}
+        return create_communicator(group, device, transport, **options, **hosts)
 
-    ddpcomm.ddp.create_communicator = make  # type: ignore[assignment]  # in this process alone, which ends with the test
+    ddpcomm.ddp.create_communicator = make  # in this process alone, which ends with the test
     return {"transport": transport, "timeout": timeout}
 
 
