@@ -176,6 +176,14 @@ def _read(notes: Path) -> list[Any]:
     return found
 
 
+def _meet(directory: Path, rank: int, world_size: int) -> None:
+    """Until all have connected: torch's own errors for a rank that dies before are not the matter here. No connection is needed for it, so
+    that the first to leave may die at once."""
+    (directory / f"connected-{rank}").touch()
+    while len(list(directory.glob("connected-*"))) < world_size:
+        time.sleep(0.002)
+
+
 def _live(task: _Task, rank: int, store: str, notes: Path, stderr: Path) -> int:
     import torch
     import torch.distributed as dist
@@ -191,6 +199,7 @@ def _live(task: _Task, rank: int, store: str, notes: Path, stderr: Path) -> int:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, task.world_size), rank=rank, world_size=task.world_size, timeout=task.group_timeout
     )
+    _meet(notes.parent, rank, task.world_size)
     try:
         task.function(Birth(rank, task.world_size, tell), *task.arguments)
     except BaseException:
