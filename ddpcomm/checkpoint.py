@@ -19,11 +19,12 @@ def save_checkpoint(state: Any, path: str | PathLike[str]) -> None:
 
     Args:
         state: what `torch.save` takes, such as a dictionary of `state_dict()`s. Save `ddp.module.state_dict()` for keys without `module.`.
-        path: the file, in a directory that exists.
+        path: the file. Directories that are missing are made.
 
     Raises:
         OSError: it can't be written; what was there before still is.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         torch.save(state, file)
 

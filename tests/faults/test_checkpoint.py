@@ -53,7 +53,9 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     assert torch.load(path) == {"step": 1}
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
     with pytest.raises(FileNotFoundError):
-        ddpcomm.save_checkpoint({}, tmp_path / "nowhere" / "checkpoint.pt")
+        write_text(tmp_path / "nowhere" / "plan.json", "")
+    ddpcomm.save_checkpoint({"step": 2}, tmp_path / "new" / "place" / "checkpoint.pt")
+    assert torch.load(tmp_path / "new" / "place" / "checkpoint.pt") == {"step": 2}
 
 
 KILLED = """
