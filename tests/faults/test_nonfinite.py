@@ -29,12 +29,12 @@ def wrap(model: nn.Module, choice: str, **options: Any) -> DistributedDataParall
     return DistributedDataParallel(model, nonfinite=choice, **options)  # type: ignore[arg-type]
 
 
-def spoil(parameter: Tensor, value: float) -> Any:
-    """From now on the parameter's gradient has a `value` in it; returns the hook's handle."""
+def spoil(parameter: Tensor, value: float, place: int = 0) -> Any:
+    """From now on the parameter's gradient has a `value` at a place of it; returns the hook's handle."""
 
     def hook(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
-        gradient.view(-1)[0] = value
+        gradient.view(-1)[place] = value
         return gradient
 
     return parameter.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -69,6 +69,21 @@ def test_raise_names_parameter_and_rank_on_every_rank(rank: RankContext, transpo
                     backward(model, rank.rank, turn + 10)
                 assert gradients(ddp) == gradients(reference)
                 assert not ddp.unsynchronized_parameters()
+                ddp.zero_grad()
+
+
+@on_two_ranks
+def test_large_gradients_are_looked_at_as_a_whole(rank: RankContext) -> None:
+    """Over shared memory a rank's own share of them is not copied into the bucket otherwise."""
+    for view in (False, True):
+        ddp = wrap(nn.Linear(512, 256), "raise", transport="shared_memory", gradient_as_bucket_view=view)
+        for culprit in (0, 1):
+            for place in (0, 512 * 256 - 1):
+                handle = spoil(ddp.module.weight, float("nan"), place) if rank.rank == culprit else None
+                with raises_everywhere(NonFiniteGradientError, f"weight on rank {culprit} (nan"):
+                    ddp(torch.ones(2, 512)).sum().backward()
+                if handle is not None:
+                    handle.remove()
                 ddp.zero_grad()
 
 
