@@ -1,8 +1,9 @@
 """Gradient synchronisation for data-parallel PyTorch training."""
 
 from ddpcomm import hooks, ops
+from ddpcomm.checkpoint import save_checkpoint
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.ddp import DistributedDataParallel
 from ddpcomm.install import install, uninstall
 
-__all__ = ["DistributedDataParallel", "create_communicator", "hooks", "install", "ops", "uninstall"]
+__all__ = ["DistributedDataParallel", "create_communicator", "hooks", "install", "ops", "save_checkpoint", "uninstall"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.nonfinite import NonFinite, check_choice
 
 
 @dataclass(frozen=True)
@@ -139,15 +140,22 @@ def reducer_options(
     static_graph: bool,
     skip_all_reduce_unused_params: bool,
     error_on_unsynchronized: bool,
+    nonfinite: NonFinite,
 ) -> ReducerOptions:
-    """The reducer's share of the arguments."""
+    """The reducer's share of the arguments.
+
+    Raises:
+        ConfigurationError: a value that isn't allowed.
+    """
+    check_choice(nonfinite)
     return ReducerOptions(
         caps=bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
         gradient_as_bucket_view=gradient_as_bucket_view,
         find_unused_parameters=find_unused_parameters,
         static_graph=static_graph,
         skip_unused_buckets=skip_all_reduce_unused_params,
-        check_at_once=error_on_unsynchronized,
+        check_at_once=error_on_unsynchronized or nonfinite != "ignore",
+        nonfinite=nonfinite,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from ddpcomm.buckets import Bucket
 from ddpcomm.comm.base import Communicator
 from ddpcomm.layout import Caps, ParameterSize, assign, plan
+from ddpcomm.layout_check import headers
 from ddpcomm.parameters import ManagedParameter
 from ddpcomm.status import STATUS_NUMEL
 
@@ -41,6 +42,8 @@ class Arrangement:
         control = ParameterSize(0, 4, (communicator.device, torch.float32, False))
         layouts = plan(sizes, assign(sizes, dense, caps), STATUS_NUMEL, control=control, flags_apart=dense if apart else None)
         self.buckets = [Bucket(layout, managed, communicator, *layout.kind[:2]) for layout in layouts]  # type: ignore[index]  # kind is a tuple
+        self.headers = headers(self.buckets)
+        """Of each bucket's all-reduce."""
         outside = len(self.buckets)
         self.bucket_of = [outside] * len(managed)
         for bucket in self.buckets:

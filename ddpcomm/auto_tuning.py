@@ -33,6 +33,7 @@ from ddpcomm.all_reduce_times import measure_cost, synchronize
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.layout import Caps
+from ddpcomm.layout_check import require_same_layout
 from ddpcomm.ready_times import BackwardProfile, profile_backwards
 from ddpcomm.simulate import Exchange, StepProfile, simulate
 from ddpcomm.transport_tuning import TransportTuner
@@ -201,6 +202,7 @@ class AutoTuner:
         reducer = self._reducer()
         reducer.bucket_ends = None if plan is None else frozenset(plan.ends)
         reducer.arrange()
+        require_same_layout(reducer)
 
     def _conclude(self, plan: Plan, tuned_seconds: float, default_seconds: float) -> tuple[Plan | None, str]:
         kept = tuned_seconds < (1 - _LEAST_GAIN) * default_seconds

@@ -197,6 +197,12 @@ class Bucket:
             with torch.no_grad():
                 parameter.grad.copy_(view)
 
+    def count_nonfinite(self) -> Tensor:
+        """How many values of the gradients that the buffer holds are not finite: one float64 on its device."""
+        statistics = torch.empty(2, dtype=torch.float64, device=self.device)
+        self._data_plan.norm(self.buffer, statistics)
+        return statistics[1]
+
     @cached_property
     def _data_plan(self) -> ops.FlattenPlan:
         """Of the gradients alone, without flags and status."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddpcomm.errors import ConfigurationError
 from ddpcomm.layout import Caps
+from ddpcomm.nonfinite import NonFinite
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class ReducerOptions:
         static_graph: the user promises the same graph in every backward: no warning about unused parameters.
         check_at_once: on CUDA, the host waits at the end of every backward to hear whether the other ranks' went well, not at the start
             of the next one.
+        nonfinite: what to do about gradients that are not finite.
         skip_unused_buckets: buckets in which this rank used nothing stay at home; the user promises the same on all ranks.
     """
 
@@ -29,6 +31,7 @@ class ReducerOptions:
     static_graph: bool = False
     skip_unused_buckets: bool = False
     check_at_once: bool = False
+    nonfinite: NonFinite = "ignore"
 
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:

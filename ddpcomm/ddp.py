@@ -30,10 +30,13 @@ from ddpcomm.copies import Copies
 from ddpcomm.errors import CommunicationError, ConfigurationError, DDPCommError, RankMismatchError
 from ddpcomm.forward_context import is_local, is_transformed, profiled
 from ddpcomm.gradient_queries import GradientQueries
+from ddpcomm.layout_check import require_same_layout
 from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
 from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
+from ddpcomm.nonfinite import NonFinite
 from ddpcomm.outputs import find_tensors
+from ddpcomm.recovery import Recovery
 from ddpcomm.reducer import Reducer
 from ddpcomm.reports import Reporter
 from ddpcomm.statistics import Statistics
@@ -45,7 +48,7 @@ from ddpcomm.verify import model_signatures, require_same_model
 from ddpcomm.whereabouts import FORWARD, OWN_CODE
 
 
-class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies, TorchNames, UnevenInputs, Joinable):
+class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies, Recovery, TorchNames, UnevenInputs, Joinable):
     """Data-parallel training of `module`: every rank holds a replica, and after each backward every gradient is the average over ranks.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`, whose constructor arguments it takes with the same meaning, and of
@@ -83,6 +86,9 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         plan: buckets as another run has chosen and saved them (`save_plan`), in place of sizes.
         timeout: time limit of every wait for other ranks; None means DDPCOMM_TIMEOUT_SECONDS, else the process group's own. When it has
             passed, the error says where the ranks that were waited for had last been: see `ddpcomm.reports`.
+        nonfinite: what to do when gradients are inf or nan, on any rank or in their sum. "ignore" doesn't look. "raise" raises
+            `NonFiniteGradientError`, which names parameters and ranks, at the end of that backward on every rank. "skip" takes every
+            gradient away instead (`.grad` is None), so that an optimizer's step changes nothing, and counts in `stats()`.
 
     Raises:
         ConfigurationTypeError: `timeout` is no timedelta.
@@ -119,6 +125,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         error_on_unsynchronized: bool = False,
         plan: Plan | str | PathLike[str] | None = None,
         timeout: timedelta | None = None,
+        nonfinite: NonFinite = "ignore",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -149,6 +156,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             error_on_unsynchronized=error_on_unsynchronized,
+            nonfinite=nonfinite,
         )
         self._bucket_cap_mb_list = bucket_cap_mb_list
         self._take_transport(transport, transport_options)
@@ -182,6 +190,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                 cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
                 self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
                 self._start(check_plan=True)
+                if init_sync:
+                    require_same_layout(self._reducer)
         except BaseException:
             self._reports.close()
             raise
@@ -308,6 +318,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             "gradient_as_bucket_view": options.gradient_as_bucket_view,
             "skip_all_reduce_unused_params": options.skip_unused_buckets,
             "static_graph": options.static_graph,
+            "nonfinite": options.nonfinite,
             "forward_sync_buffers": self.forward_sync_buffers,
             "delay_all_reduce_named_params": self._delayed,
             "mixed_precision": self._precision,

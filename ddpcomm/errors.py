@@ -92,7 +92,7 @@ class StepMismatchError(SynchronizationError):
 
 
 class NonFiniteGradientError(SynchronizationError):
-    """Gradients whose norm was asked for hold infinities or not-a-numbers."""
+    """Gradients hold infinities or not-a-numbers: those of a backward, with `nonfinite="raise"`, or those whose norm was asked for."""
 
 
 class CommHookError(DDPCommError):

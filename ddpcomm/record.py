@@ -39,6 +39,12 @@ class Record:
             if count:
                 self._own[id(parameter)] = parameter, why
 
+    def forget(self) -> None:
+        """The gradients are gone, on purpose."""
+        self._own.clear()
+        self.complete = True
+        self.brought = []
+
     def is_own(self, parameter: Tensor) -> bool:
         """Whether a gradient is waiting for its average, from a backward before."""
         return id(parameter) in self._own and parameter.grad is not None

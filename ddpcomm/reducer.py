@@ -27,6 +27,8 @@ from ddpcomm.foreign_hooks import ForeignHooks
 from ddpcomm.gradient_norm import GradientNorms
 from ddpcomm.interruption import Interruption
 from ddpcomm.mode import Mode
+from ddpcomm.nonfinite import Screen
+from ddpcomm.other_ranks import OtherRanks
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.record import Record
 from ddpcomm.reduction import Reduction
@@ -40,7 +42,7 @@ from ddpcomm.tunable import Tunable
 _DEVICE_LIMIT = timedelta(minutes=30)
 
 
-class Reducer(Interruption, Tunable):
+class Reducer(Interruption, Tunable, OtherRanks):
     """Averages the gradients of a module's parameters over the ranks of a communicator, during backward.
 
     Making one is local, apart from what its communicator's `empty` needs. Every backward that synchronises is collective.
@@ -149,16 +151,6 @@ class Reducer(Interruption, Tunable):
         self.countdown.give_hooks_back()
         self._attach(dict(zip(self.parameters.names, self.countdown.expected, strict=True)))
 
-    def use(self, communicator: Communicator) -> None:
-        """Goes on over other ranks. Local; no backward may be under way."""
-        self.communicator = communicator
-        self.divisor = float(communicator.world_size)
-        self.broken = None
-        self.learned = False
-        self.stop_tuning()
-        self._order = self.parameters.launch_order((), self._delayed)  # the ranks had learned theirs in other company
-        self.arrange()
-
     def unhook(self) -> None:
         """Takes the hooks off the parameters: gradients stay this rank's own from then on. Idempotent."""
         self._foreign.close()
@@ -191,11 +183,6 @@ class Reducer(Interruption, Tunable):
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
             settle_deferred(self, deferred.read(self.communicator.timeout or _DEVICE_LIMIT))
-
-    def may_defer(self, reduction: Reduction, used: Sequence[bool], *, void: bool) -> bool:
-        """Whether this rank can go on without hearing the others: it has nothing to say itself, and uses everything itself."""
-        silent = not void and not reduction.said_something and self.learned and self.tuner is None
-        return self.defers_status and silent and all(used) and not self.arrangement.sparse
 
     def request_synchronization(self, outputs: Sequence[Tensor]) -> None:
         """The next backward synchronises, though the forward before it was run under no_sync."""
@@ -246,10 +233,12 @@ class Reducer(Interruption, Tunable):
 
     def new_reduction(self, arrangement: Arrangement | None = None) -> Reduction:
         """One pass over the buckets, or over those of another arrangement, which the transport reduces without a hook."""
-        if arrangement is not None:
-            return Reduction(arrangement, self.communicator, divisor=self.divisor, hook=None, as_view=False, tag=self._tag)
+        screen = None if self.options.nonfinite == "ignore" else Screen(self.communicator.device.type == "cpu")
         view, hook = self.options.gradient_as_bucket_view, self.hook
-        return Reduction(self.arrangement, self.communicator, divisor=self.divisor, hook=hook, as_view=view, tag=self._tag)
+        if arrangement is not None:
+            view, hook = False, None
+        chosen = arrangement or self.arrangement
+        return Reduction(chosen, self.communicator, divisor=self.divisor, hook=hook, as_view=view, tag=self._tag, screen=screen)
 
     # ---- gradients arrive -------------------------------------------------------------------------------------------
 
@@ -363,6 +352,15 @@ class Reducer(Interruption, Tunable):
         reduction.launch_rest(used, set, void=True, skip_unused=self.options.skip_unused_buckets)
         settle(self, reduction, used, nothing, void=True)
         self._tune(took_part=False)
+
+    def skip_step(self, *, void: bool) -> None:
+        """Takes all gradients away, so that no optimizer does anything; unless they had no part in it (`void`). All ranks must do so."""
+        self._foreign.drop_waiting()
+        self.statistics.nonfinite_steps += 1
+        if not void:
+            self.record.forget()
+            for parameter in self.parameters.parameters:
+                parameter.grad = None
 
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""

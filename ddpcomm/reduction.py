@@ -13,6 +13,7 @@ from ddpcomm.comm.base import Communicator, Elsewhere, ReduceOp, Work
 from ddpcomm.comm_hook import CommHook
 from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommHookError, CommunicationError
+from ddpcomm.nonfinite import Screen
 from ddpcomm.recording import StepRecording
 from ddpcomm.sparse import average
 from ddpcomm.status import Notice, Status, decode, encode
@@ -29,6 +30,7 @@ class Reduction:
         hook: takes the all-reduce's place, if given; the arrangement must keep its flags apart.
         as_view: gradients become views of the buckets.
         tag: tells models apart; the same on all ranks.
+        screen: looks for gradients that are not finite, if given.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Reduction:
         hook: CommHook | None,
         as_view: bool,
         tag: int,
+        screen: Screen | None = None,
     ) -> None:
         self.arrangement = arrangement
         self.next = 0
@@ -59,17 +62,20 @@ class Reduction:
         self._hook = hook
         self._as_view = as_view
         self._tag = tag
+        self.screen = screen
         # Who divides? A transport that averages in passing, where gradients may lie in the bucket already and a pass of our own would read
         # and write them once more; else flatten, as the bytes go by. Every rank must decide alike, whatever its gradients are.
         # One that reads this rank's own share of a bucket where the gradients are averages in passing, too: that share is never copied.
         plain = hook is None and communicator.averages_in_passing
-        self._leaves_share = plain and communicator.reads_elsewhere and divisor == communicator.world_size
+        # Whoever looks for gradients that are not finite looks at whole buckets.
+        self._leaves_share = plain and communicator.reads_elsewhere and divisor == communicator.world_size and screen is None
         self._averages = self._leaves_share or (plain and as_view)
         self._left: list[tuple[int, Tensor, int]] = []
         self._works: list[Work | None] = []
         self._futures: dict[int, Any] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
         self._used_sparse: dict[int, bool] = {}
+        self._whole: list[Bucket] = []
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
@@ -119,9 +125,12 @@ class Reduction:
             skipped = bucket.pack_around(sources, flags, words, share)
         else:
             bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
+        if self.screen is not None:
+            self._look(bucket, void=void or tail_only)
         sent = bucket.buffer.narrow(0, start, bucket.layout.total_numel - start) if start else bucket.buffer
         if recording is not None:
             recording.launches(index)
+        self._communicator.announce(self.arrangement.headers[index])
         try:
             self._works.append(self._send(bucket, sent, sources, skipped))
         except CommunicationError as error:
@@ -129,6 +138,16 @@ class Reduction:
         if recording is not None:
             recording.sent(index, self._works[-1])
         self.launched += not tail_only
+        if self.screen is not None and not tail_only:
+            self._whole.append(bucket)
+
+    def _look(self, bucket: Bucket, *, void: bool) -> None:
+        if self.screen is None:
+            return
+        if not void:
+            self.screen.look(bucket)
+        if bucket.layout.has_status:
+            self.screen.tell(bucket)
 
     def _send(self, bucket: Bucket, sent: Tensor, sources: Sequence[Tensor | None], skipped: Sequence[tuple[int, int, int, int]]) -> Work:
         """Sends a bucket, of which some parts are still in the gradients."""
@@ -153,6 +172,8 @@ class Reduction:
         if recording is not None:
             recording.mark("flatten", index)
         bucket.pack(sources, flags, (), 1.0)
+        if self.screen is not None:
+            self.screen.look(bucket)
         if recording is not None:
             recording.mark("all_reduce", index)
         self._works.append(None)
@@ -217,6 +238,8 @@ class Reduction:
             try:
                 if self._hook is not None:
                     self._hook.finish(self.arrangement.buckets[index], future)
+                    if self.screen is not None:
+                        self.screen.look(self.arrangement.buckets[index], after_hook=True)
             except CommHookError as error:
                 self.failure = self.failure or error
             if recording is not None:
@@ -261,6 +284,20 @@ class Reduction:
                 bucket = self.arrangement.buckets[index]
                 bucket.buffer.narrow(0, 0, bucket.layout.data_numel).mul_(self._communicator.world_size / self._divisor)
         return self.arrangement.buckets[-1].status, self._communicator.world_size if self._averages else self._divisor
+
+    def averaged_buckets(self) -> list[Bucket]:
+        """Those with gradients that all ranks hold the same averages of."""
+        return [bucket for bucket in self._whole if bucket.slots]
+
+    def averaged_sparse(self) -> list[int]:
+        """The sparse parameters that some rank used."""
+        return [index for index, used in self._used_sparse.items() if used]
+
+    def drop(self) -> None:
+        """Makes nothing of the averages."""
+        for bucket in self.arrangement.buckets:
+            bucket.statistics = None
+            bucket.forget()
 
     def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
         """By parameter, whether some rank used it, given whether this one did."""

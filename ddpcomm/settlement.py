@@ -16,17 +16,22 @@ from ddpcomm.errors import (
     LostGradientError,
     RankMismatchError,
 )
+from ddpcomm.layout_check import require_same_layout
+from ddpcomm.nonfinite import hear, hear_sparse, refuse
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.reduction import Reduction
 from ddpcomm.status import Notice, Status
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ddpcomm.reducer import Reducer
 
 
 def collect_notices(reducer: Reducer, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
     """What this rank has to say at the end of a backward."""
     _look_for_lost(reducer, reduction)
+    _look_at_sparse(reduction, reducer.parameters, fires)
     idle = [index for index, count in enumerate(fires) if not count] if 0 in fires else []
     _look_for_unhooked(reducer, idle)
     found = set()
@@ -83,29 +88,47 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
         SynchronizationError, RankMismatchError, CommHookError: on every rank.
         CommunicationError: a collective failed.
     """
-    if reducer.may_defer(reduction, used, void=void):
+    if _may_defer(reducer, reduction, used, void=void):
         reducer.deferred = reduction.wait_and_defer()
         _put_in_place(reducer, reduction, fires, used, (), void=void)
         return
     status = reduction.wait()
     _raise_for(status, reducer.communicator.rank)
-    if not status.notices:
-        _put_in_place(reducer, reduction, fires, used, (), void=void)
+    if status.notices <= {Notice.NONFINITE}:
+        nonfinite = hear(reducer, reduction, status)
+        if not nonfinite:
+            _put_in_place(reducer, reduction, fires, used, (), void=void)
+            nonfinite = hear_sparse(reduction, _averaged_sparse(reduction, reducer.parameters))
+        if nonfinite:
+            refuse(reducer, nonfinite, void=void)
         return
     sparse = _sparse_names(reducer, reduction)
     present = ParameterSet(reducer.module, reducer.ignored, sparse)
     agreement = _agree(reducer, reduction, present, fires)
-    if agreement.late:
+    reducer.learned = reducer.learned or Notice.LEARNED in status
+    if agreement.late and Notice.NONFINITE not in status:
         _refuse_late(reducer, agreement)
         reduction = reducer.new_reduction()
         reduction.launch_rest(used, set, void=void, skip_unused=reducer.options.skip_unused_buckets)
-        _raise_for(reduction.wait(), reducer.communicator.rank)
-    _refuse_lopsided(reducer, agreement)
-    _put_in_place(reducer, reduction, fires, used, agreement.newcomers, void=void)
+        status = reduction.wait()
+        _raise_for(status, reducer.communicator.rank)
+    nonfinite = hear(reducer, reduction, status)
     present = ParameterSet(reducer.module, reducer.ignored, agreement.sparse)
-    _average_newcomers(reducer, present, agreement.newcomers, void=void)
-    reducer.learned = reducer.learned or Notice.LEARNED in status
+    if not nonfinite:
+        _refuse_lopsided(reducer, agreement)
+        _put_in_place(reducer, reduction, fires, used, agreement.newcomers, void=void)
+        nonfinite = hear_sparse(reduction, _averaged_sparse(reduction, reducer.parameters))
+        nonfinite = _average_newcomers(reducer, present, agreement.newcomers, void=void) or nonfinite
     reducer.adopt(present, agreement.ready_order, agreement.fires)
+    require_same_layout(reducer)
+    if nonfinite:
+        refuse(reducer, nonfinite, void=void)
+
+
+def _may_defer(reducer: Reducer, reduction: Reduction, used: Sequence[bool], *, void: bool) -> bool:
+    """Whether this rank can go on without hearing the others: it has nothing to say itself, and uses everything itself."""
+    silent = not void and not reduction.said_something and reducer.learned and reducer.tuner is None
+    return reducer.defers_status and silent and all(used) and not reducer.arrangement.sparse
 
 
 def _agree(reducer: Reducer, reduction: Reduction, present: ParameterSet, fires: Sequence[int]) -> Agreement:
@@ -134,6 +157,7 @@ def settle_deferred(reducer: Reducer, status: Status) -> None:
         _refuse_late(reducer, agreement)
     _refuse_lopsided(reducer, agreement)
     reducer.adopt(present, agreement.ready_order, agreement.fires)
+    require_same_layout(reducer)
 
 
 def _raise_for(status: Status, rank: int) -> None:
@@ -230,20 +254,36 @@ def _put_in_place(
         )
 
 
-def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collection[str], *, void: bool) -> None:
-    """Averages gradients that had no place in any bucket, in buckets of their own. Collective."""
+def _look_at_sparse(reduction: Reduction, parameters: ParameterSet, used: Sequence[int]) -> None:
+    """Whether the sparse gradients of this rank's own are finite: by parameter, whether it used it."""
+    if reduction.screen is not None:
+        mine = [(parameters.names[index], parameters.parameters[index].grad) for index in reduction.arrangement.sparse if used[index]]
+        reduction.screen.look_at_sparse((name, gradient) for name, gradient in mine if gradient is not None)
+
+
+def _averaged_sparse(reduction: Reduction, parameters: ParameterSet) -> list[tuple[str, Tensor]]:
+    averaged = [(parameters.names[index], parameters.parameters[index].grad) for index in reduction.averaged_sparse()]
+    return [(name, gradient) for name, gradient in averaged if gradient is not None]
+
+
+def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collection[str], *, void: bool) -> str:
+    """Averages gradients that had no place in any bucket, in buckets of their own. Collective. Returns what is not finite in them."""
     order = [index for index, name in enumerate(present.names) if name in names]
     if not order:
-        return
+        return ""
     arrangement = Arrangement(present.managed, order, reducer.options.caps, reducer.communicator)
     reduction = reducer.new_reduction(arrangement)
     used = [p.grad is not None and not void for p in present.parameters]
+    _look_at_sparse(reduction, present, used)
     while reduction.next < len(arrangement.buckets):
         reduction.launch(used, void=void)
     reduction.average_sparse(present.parameters, used, void=void)
-    _raise_for(reduction.wait(), reducer.communicator.rank)
-    if not void:
+    status = reduction.wait()
+    _raise_for(status, reducer.communicator.rank)
+    nonfinite = hear(reducer, reduction, status)
+    if not void and not nonfinite:
         somewhere = reduction.used_somewhere(used)
         reduction.write_back(somewhere)
         elsewhere = zip(present.parameters, used, somewhere, strict=True)
         reducer.record.brought += [p for p, here, anywhere in elsewhere if anywhere and not here]
+    return nonfinite or hear_sparse(reduction, _averaged_sparse(reduction, present))

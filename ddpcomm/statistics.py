@@ -48,6 +48,7 @@ class StepStatistics:
         rebuilt: whether the buckets have been laid out in the order in which gradients become ready.
         buckets_reduced: how many went out in the last backward.
         unused_parameter_bytes: bytes of the parameters that no rank used in it.
+        nonfinite_steps: how many were skipped because gradients were not finite (`nonfinite="skip"`).
     """
 
     steps: int
@@ -58,6 +59,7 @@ class StepStatistics:
     rebuilt: bool
     buckets_reduced: int
     unused_parameter_bytes: int
+    nonfinite_steps: int
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Statistics:
     sampled_iteration: int = 0
     unused_parameter_bytes: int = 0
     buckets_reduced: int = 0
+    nonfinite_steps: int = 0
     initial_bucket_bytes: tuple[int, ...] = ()
     error: str = ""
     ready_order: list[int] = field(default_factory=list)
@@ -141,6 +144,7 @@ class Statistics:
             rebuilt=rebuilt,
             buckets_reduced=self.buckets_reduced,
             unused_parameter_bytes=self.unused_parameter_bytes,
+            nonfinite_steps=self.nonfinite_steps,
         )
 
 

@@ -24,6 +24,8 @@ class Notice(enum.IntEnum):
     """Its set of trainable parameters is no longer the one that the buckets were laid out for."""
     LEARNED = 4
     """It has seen the order in which gradients become ready (rank 0 alone says so)."""
+    NONFINITE = 5
+    """Some of its gradients are not finite; said only where the user wants to know."""
 
 
 TAGS = 4

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddpcomm.checkpoint import write_text
 from ddpcomm.clock import Pass, clock_offset
 from ddpcomm.errors import ConfigurationError
 from ddpcomm.trace_events import COMPUTE, Event, free_lanes
@@ -114,7 +115,7 @@ def write(traces: Sequence[RankTrace], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(map(json.dumps, events))
     other = json.dumps({_KEY: {"format": FORMAT, "ranks": ranks}})
-    path.write_text(f'{{"displayTimeUnit": "ms",\n"otherData": {other},\n"traceEvents": [\n{lines}\n]}}\n')
+    write_text(path, f'{{"displayTimeUnit": "ms",\n"otherData": {other},\n"traceEvents": [\n{lines}\n]}}\n')
 
 
 def _chrome_events(trace: RankTrace, origin: int) -> list[Event]:

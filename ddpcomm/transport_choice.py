@@ -66,10 +66,10 @@ class TransportChoice(nn.Module):
             options.update({name: value for name in undecided if (value := getattr(plan, name)) is not None})
         return options
 
-    def _open_communicator(self, options: Mapping[str, Any]) -> Communicator:
-        """Another one for the same ranks. Collective."""
+    def _open_communicator(self, options: Mapping[str, Any], process_group: ProcessGroup | None = None) -> Communicator:
+        """Another one for the same ranks, or for those of another group. Collective."""
         decided = {**self._decided_options(None), **options}
-        return create_communicator(self.process_group, self._placement.device, self._transport, **decided)
+        return create_communicator(process_group or self.process_group, self._placement.device, self._transport, **decided)
 
     def _switch_communicator(self, communicator: Communicator) -> None:
         """Goes on by it, over the same ranks; the former stays open. Collective where its `empty` is; no backward may be under way."""

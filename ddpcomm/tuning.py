@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcomm.bucket_search import MOST_ATOMS, best_ends
+from ddpcomm.checkpoint import write_text
 from ddpcomm.cost_model import CostModel, MeasuredCost
 from ddpcomm.errors import PlanError
 from ddpcomm.layout import Caps
@@ -130,7 +131,7 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         """Writes the plan as JSON. Local; one rank's file serves all."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:

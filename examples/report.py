@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+import ddpcomm
 from examples.model import GPT, GPTConfig
 from examples.training import History, Replica
 
@@ -21,7 +22,7 @@ CHECKPOINT, LOSS_CURVE, SUMMARY = "checkpoint.pt", "loss.png", "summary.json"
 
 def save_checkpoint(model: GPT, path: Path) -> None:
     """Saves the unwrapped model, so that its keys carry no `module.` prefix."""
-    torch.save({"model": model.state_dict(), "config": asdict(model.config)}, path)
+    ddpcomm.save_checkpoint({"model": model.state_dict(), "config": asdict(model.config)}, path)
 
 
 def load_checkpoint(path: Path) -> GPT:

@@ -1,6 +1,7 @@
 // The words in which calls appear in error messages.
 #if defined(__linux__)
 
+#include <iomanip>
 #include <map>
 #include <sstream>
 
@@ -36,6 +37,14 @@ std::string dtype_name(Dtype dtype) {
     return dtype.code == 6 ? kind : kind + std::to_string(dtype.bits);
 }
 
+// ddpcomm/comm/base.py, bucket_header: a digest of the layout, the number of buckets, and the bucket's, counted from 1.
+std::string describe_tag(std::uint64_t tag) {
+    std::ostringstream text;
+    text << "bucket " << (tag & 0xFFFF) - 1 << " of " << (tag >> 16 & 0xFFFF) << " in layout " << std::hex << std::setw(8)
+         << std::setfill('0') << (tag >> 32);
+    return text.str();
+}
+
 template <class Arguments>
 std::string describe_arguments(const Arguments& call, const Peers& peers) {
     std::ostringstream text;
@@ -44,7 +53,7 @@ std::string describe_arguments(const Arguments& call, const Peers& peers) {
     if (call.kind == CollectiveKind::kBroadcast) text << "from rank " << peers.name(call.source) << ", ";
     if (call.kind != CollectiveKind::kBarrier) {
         text << call.numel << " x " << dtype_name(call.dtype) << ", " << call.numel * call.dtype.bytes() << " bytes";
-        if (call.tag != 0) text << ", tag " << call.tag;
+        if (call.tag != 0) text << ", " << describe_tag(call.tag);
     }
     text << ")";
     return text.str();

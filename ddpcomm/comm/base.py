@@ -60,6 +60,11 @@ class Elsewhere(NamedTuple):
     address: int
 
 
+def bucket_header(digest: int, index: int, count: int) -> int:
+    """64 bits: a layout's digest (32 bits), how many buckets it has, and which of them this is (16 bits each). Never 0."""
+    return (digest & 0xFFFF_FFFF) << 32 | (count & 0xFFFF) << 16 | (index + 1) & 0xFFFF
+
+
 class CompletedWork:
     """Work that was done before it was returned."""
 
@@ -115,6 +120,10 @@ class Communicator(ABC):
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def announce(self, header: int) -> None:  # noqa: B027 - most transports have no room for it
+        """What the next all-reduce is about, as `bucket_header` packs it. Transports that can compare it over the ranks before any data is
+        touched: where it differs, that all-reduce raises CollectiveMismatchError. Local."""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduces `tensor`, in place, over all ranks; every rank gets the same bits.

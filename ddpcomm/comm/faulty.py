@@ -71,6 +71,9 @@ class FaultyCommunicator(Communicator):
     def _barrier(self) -> Work:
         return self._start("barrier", None, self.inner.barrier)
 
+    def announce(self, header: int) -> None:
+        self.inner.announce(header)
+
     def progress(self) -> None:
         self.inner.progress()
 

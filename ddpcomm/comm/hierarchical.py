@@ -134,6 +134,10 @@ class HierarchicalCommunicator(Communicator):
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
+    def announce(self, header: int) -> None:
+        """The ranks of each host compare it."""
+        self._up.announce(header)
+
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         return self._reduce(tensor, op, _nothing)
 

@@ -132,6 +132,7 @@ class SharedMemoryCommunicator(Communicator):
         self._seconds = timeout.total_seconds()
         self._in_flight: deque[tuple[int, tuple[Tensor, ...]]] = deque()
         self._forked = False
+        self._header = 0
         self._channel = _native.SharedMemoryChannel(
             segments.arena,
             segments.position,
@@ -161,10 +162,15 @@ class SharedMemoryCommunicator(Communicator):
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
+    def announce(self, header: int) -> None:
+        """The next all-reduce carries it; the ranks compare it with everything else about that call."""
+        self._header = header
+
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         code, bits, numel = _reducible(tensor, op)
         address = tensor.data_ptr()
-        return self._start((tensor,), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, 0, address, address)
+        header, self._header = self._header, 0
+        return self._start((tensor,), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, header, address, address)
 
     def own_share(self, numel: int, dtype: torch.dtype) -> range:
         if dtype.is_complex or dtype not in _REDUCIBLE:
@@ -174,8 +180,9 @@ class SharedMemoryCommunicator(Communicator):
     def _all_reduce_from(self, tensor: Tensor, op: ReduceOp, elsewhere: Sequence[Elsewhere], keep: Sequence[Tensor]) -> Work:
         code, bits, numel = _reducible(tensor, op)
         address = tensor.data_ptr()
+        header, self._header = self._header, 0
         try:
-            return self._start((tensor, *keep), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, 0, address, address, elsewhere)
+            return self._start((tensor, *keep), _ALL_REDUCE, _OPS[op], code, bits, 0, numel, header, address, address, elsewhere)
         except ValueError as error:
             raise ConfigurationError(f"all_reduce_from: {error}") from None
 
