@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcomm import DistributedDataParallel
-from ddpcomm.errors import BackwardInterruptedError, ConfigurationError, PeerLostError, RankMismatchError
+from ddpcomm.errors import BackwardInterruptedError, CollectiveTimeoutError, ConfigurationError, PeerLostError, RankMismatchError
 from tests.ddp.models import chain
 from tests.ddp.on_ranks import exchange, on_two_ranks
 from tests.ddp.oracle import BUCKETS_AND_VIEWS, TINY_BUCKETS_MB, build, raises_everywhere, whole_numbers
@@ -97,11 +98,13 @@ def lose_one(context: RankContext, options: dict[str, Any]) -> tuple[list[list[f
         step(ddp, optimizer, mine, turn)
     if context.rank == 2:
         ddp.module[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(PeerLostError):
+    with pytest.raises(
+        (PeerLostError, CollectiveTimeoutError)
+    ):  # Gloo tells the neighbours; who waits for those waits until the time limit
         step(ddp, optimizer, mine, 2)
     assert ddp.unsynchronized_parameters()
 
-    survivors = dist.new_group([0, 1], use_local_synchronization=True)
+    survivors = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=30))
     before = copy.deepcopy((ddp.module, optimizer.state_dict()))
     ddp.replace_process_group(survivors)
     assert weights(ddp) == weights(before[0])
@@ -123,7 +126,7 @@ def test_the_others_go_on_when_one_is_killed(ranks: Callable[[int], RankPool], t
     if transport != "shared_memory" and options["gradient_as_bucket_view"]:
         pytest.skip("each case costs three processes")
     with pytest.raises(RankFailure) as caught:
-        ranks(3).run(lose_one, {"transport": transport, **options})
+        ranks(3).run(lose_one, {"transport": transport, **options}, group_timeout=timedelta(seconds=4))
     assert list(caught.value.tracebacks) == [2], str(caught.value)
     assert len({repr(result) for pair in caught.value.results.values() for result in pair}) == 1
 
