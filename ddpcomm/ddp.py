@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ddpcomm import arguments
+from ddpcomm.argument_checks import check_flag
 from ddpcomm.bucket_plans import BucketPlans
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
@@ -313,6 +314,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         Args:
             enabled: False makes it do nothing, for `with ddp.no_sync(not last_micro_batch):`.
         """
+        check_flag("enabled", enabled)
         former = self.require_backward_grad_sync
         self.require_backward_grad_sync = former and not enabled
         try:

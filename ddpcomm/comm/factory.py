@@ -55,7 +55,10 @@ def create_communicator(
     if device is not None:
         device = check_device("device", device)
     if transport == "fake":
-        return _fake(device, timeout, options)
+        try:
+            return _fake(device, timeout, options)
+        except TypeError as error:
+            raise ConfigurationError(f"{transport}: {error}") from error
     group = resolve(process_group)
     target = _device(group, device)
     limit = timeout or environment.timeout
