@@ -140,6 +140,8 @@ CONSTRUCTOR = [
     row(WRAP, wrap(mixed_precision="bf16"), TYPE, "mixed_precision"),
     row(WRAP, wrap(transport="pigeon"), VALUE, "transport must be one of .*'pigeon'"),
     row(WRAP, wrap(transport=None), TYPE, "transport must be the name of a transport, got None"),
+    row(WRAP, wrap(transport_options="fast"), TYPE, "transport_options must be a dict, got 'fast'"),
+    row(WRAP, wrap(transport_options={"wings": 2}), VALUE, "wings"),
     row(WRAP, wrap(plan="/nowhere/plan.json"), PlanError, "/nowhere/plan.json can't be read"),
     row(WRAP, wrap(plan=5), TYPE, "plan must be a path, got 5"),
     row(WRAP, wrap(plan="x", bucket_cap_mb=1), VALUE, "only one of them"),
