@@ -45,7 +45,7 @@ def check_integer(name: str, value: Any, *, least: int | None = None) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, torch.Tensor):
         raise ConfigurationTypeError(f"{name} must be an integer, got {value!r}")
     if least is not None and value < least:
-        raise ConfigurationError(f"{name} must be at least {least}, got {value}")
+        raise ConfigurationError(f"{name} must {f'be at least {least}' if least else 'not be negative'}, got {value}")
     return value  # type: ignore[no-any-return]  # an integer, as it came
 
 

@@ -40,7 +40,7 @@ def checked_timeout(timeout: timedelta | None) -> timedelta | None:
     return timeout
 
 
-def check_types(module: Any, flags: Mapping[str, Any], transport: Any, transport_options: Any, device_ids: Any) -> None:
+def check_types(module: Any, flags: Mapping[str, Any], transport: Any, device_ids: Any) -> None:
     """What kinds of things the constructor was given.
 
     Raises:
@@ -52,8 +52,6 @@ def check_types(module: Any, flags: Mapping[str, Any], transport: Any, transport
         check_flag(name, value)
     if not isinstance(transport, str):
         raise ConfigurationTypeError(f"transport must be the name of a transport, got {transport!r}")
-    if transport_options is not None and not isinstance(transport_options, Mapping):
-        raise ConfigurationTypeError(f"transport_options must be a dict, got {transport_options!r}")
     if device_ids is not None:
         check_sequence("device_ids", device_ids)
 

@@ -140,7 +140,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             "forward_sync_buffers": forward_sync_buffers,
             "error_on_unsynchronized": error_on_unsynchronized,
         }
-        arguments.check_types(module, flags, transport, transport_options, device_ids)
+        arguments.check_types(module, flags, transport, device_ids)
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self._timeout = arguments.checked_timeout(timeout)

@@ -140,7 +140,7 @@ CONSTRUCTOR = [
     row(WRAP, wrap(mixed_precision="bf16"), TYPE, "mixed_precision"),
     row(WRAP, wrap(transport="pigeon"), VALUE, "transport must be one of .*'pigeon'"),
     row(WRAP, wrap(transport=None), TYPE, "transport must be the name of a transport, got None"),
-    row(WRAP, wrap(transport_options="fast"), TYPE, "transport_options must be a dict, got 'fast'"),
+    row(WRAP, wrap(transport_options="fast"), TYPE, "transport_options must map names of options to their values, got 'fast'"),
     row(WRAP, wrap(transport_options={"wings": 2}), VALUE, "wings"),
     row(WRAP, wrap(plan="/nowhere/plan.json"), PlanError, "/nowhere/plan.json can't be read"),
     row(WRAP, wrap(plan=5), TYPE, "plan must be a path, got 5"),
@@ -218,7 +218,7 @@ def wait(timeout: Any) -> Callable[[Communicator, World], Any]:
 
 
 COMMUNICATORS = [
-    *on_each(lambda c, w: c.empty(-1, torch.float32), VALUE, "empty: numel must be at least 0, got -1"),
+    *on_each(lambda c, w: c.empty(-1, torch.float32), VALUE, "empty: numel must not be negative, got -1"),
     *on_each(lambda c, w: c.empty(1.5, torch.float32), TYPE, "empty: numel must be an integer, got 1.5"),  # type: ignore[arg-type]
     *on_each(lambda c, w: c.empty(True, torch.float32), TYPE, "empty: numel must be an integer, got True"),
     *on_each(lambda c, w: c.empty(1, "float"), TYPE, "empty: dtype must be a torch.dtype"),  # type: ignore[arg-type]
