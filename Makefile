@@ -1,4 +1,4 @@
-# make train | test | bench | lint | gpu | setup | clean
+# make train | test | sanitize | bench | lint | gpu | setup | clean
 #
 # Each sets up .venv by itself, once: the stamps below say what it was made from. No root, and no network but the package index.
 
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' 2>/dev/null)
-CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_DIRECTORIES := ddpcomm kernels tests bench examples tools setup.py
 
 # Ranks of `make train`: two, or as many as there are GPUs if those are more.
@@ -22,11 +22,12 @@ RANKS ?= $(shell gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' ||
 COMPARE ?=
 ARGUMENTS ?=
 
-.PHONY: help setup train test bench lint format gpu clean
+.PHONY: help setup train test sanitize bench lint format gpu clean
 
 help:
 	@echo 'make train   trains a small GPT on $(RANKS) ranks; COMPARE=1: beside torch DDP; ARGUMENTS="--steps 100" and others'
 	@echo 'make test    all tests that need no GPU; ARGUMENTS="-k name" and others go to pytest'
+	@echo 'make sanitize  csrc/ under the address, undefined behaviour and thread sanitizers, and fuzzing'
 	@echo 'make lint    style, types, formatting, import rules'
 	@echo 'make bench   the short form of every benchmark, into docs/results'
 	@echo 'make gpu     the tests that need an NVIDIA GPU'
@@ -56,6 +57,10 @@ test: setup
 
 bench: setup
 	$(BIN)/python -m bench $(ARGUMENTS)
+
+# The sanitizers are part of `make test`, too; here the fuzzing goes on for longer.
+sanitize: setup
+	DDPCOMM_FUZZ_ROUNDS=$${DDPCOMM_FUZZ_ROUNDS:-5000000} $(BIN)/python -m pytest tests/native $(ARGUMENTS)
 
 lint: setup
 	$(BIN)/ruff check $(PYTHON_DIRECTORIES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpcomm.argument_checks import check_flag, check_sequence
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.nonfinite import NonFinite, check_choice
@@ -37,6 +38,22 @@ def checked_timeout(timeout: timedelta | None) -> timedelta | None:
     if timeout is not None and timeout <= timedelta(0):
         raise ConfigurationError(f"timeout must be more than nothing, got {timeout}")
     return timeout
+
+
+def check_types(module: Any, flags: Mapping[str, Any], transport: Any, device_ids: Any) -> None:
+    """What kinds of things the constructor was given.
+
+    Raises:
+        ConfigurationTypeError: another kind than is asked for.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigurationTypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    for name, value in flags.items():
+        check_flag(name, value)
+    if not isinstance(transport, str):
+        raise ConfigurationTypeError(f"transport must be the name of a transport, got {transport!r}")
+    if device_ids is not None:
+        check_sequence("device_ids", device_ids)
 
 
 def placement(parameters: Sequence[Tensor], device_ids: Sequence[Any] | None, output_device: Any) -> Placement:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from ddpcomm.argument_checks import check_path
 from ddpcomm.auto_tuning import AutoTuner, signature
 from ddpcomm.errors import ConfigurationError, PlanError
 from ddpcomm.reducer import Reducer
@@ -41,7 +41,7 @@ class BucketPlans(TransportChoice):
         if isinstance(bucket_cap_mb, str) and not self._tunes:
             raise ConfigurationError(f'bucket_cap_mb must be a number of MiB or "auto", got {bucket_cap_mb!r}')
         if plan is not None:
-            self._plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+            self._plan = plan if isinstance(plan, Plan) else Plan.load(check_path("plan", plan))
 
     def _describe_plan(self) -> str | None:
         """Equal on two ranks if their plans are."""
@@ -91,6 +91,7 @@ class BucketPlans(TransportChoice):
             PlanError: there is none: tuning has not ended yet, or has found nothing better than the default sizes.
             OSError: the file can't be written.
         """
+        file = check_path("save_plan: path", path)
         if self._plan is None:
             why = (
                 "tuning has not ended yet"
@@ -98,4 +99,4 @@ class BucketPlans(TransportChoice):
                 else 'the buckets have the default sizes; bucket_cap_mb="auto" looks for a plan'
             )
             raise PlanError(f"there is no plan to save: {why}")
-        self._plan.save(Path(path))
+        self._plan.save(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpcomm.errors import ConfigurationError
+from ddpcomm.argument_checks import check_number, check_sequence
 from ddpcomm.layout import Caps
 from ddpcomm.nonfinite import NonFinite
 
@@ -38,10 +38,12 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
     """torch's two arguments, checked.
 
     Raises:
-        ConfigurationError: a size that is not above 0.
+        ConfigurationError: a size that is not above 0, or not finite.
+        ConfigurationTypeError: a size that is no number.
     """
-    for name, values in (("bucket_cap_mb", [bucket_cap_mb]), ("bucket_cap_mb_list", bucket_cap_mb_list or [])):
-        for value in values:
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{name} must be more than 0 MiB, got {value}")
+    if bucket_cap_mb is not None:
+        check_number("bucket_cap_mb", bucket_cap_mb, above=0)
+    if bucket_cap_mb_list is not None:
+        for value in check_sequence("bucket_cap_mb_list", bucket_cap_mb_list):
+            check_number("bucket_cap_mb_list", value, above=0)
     return Caps.of_mb(bucket_cap_mb, bucket_cap_mb_list)

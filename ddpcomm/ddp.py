@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ddpcomm import arguments
+from ddpcomm.argument_checks import check_flag
 from ddpcomm.bucket_plans import BucketPlans
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
@@ -127,6 +128,19 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         timeout: timedelta | None = None,
         nonfinite: NonFinite = "ignore",
     ) -> None:
+        flags = {
+            "broadcast_buffers": broadcast_buffers,
+            "init_sync": init_sync,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            "batched_grad_copy": batched_grad_copy,
+            "forward_sync_buffers": forward_sync_buffers,
+            "error_on_unsynchronized": error_on_unsynchronized,
+        }
+        arguments.check_types(module, flags, transport, device_ids)
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self._timeout = arguments.checked_timeout(timeout)
@@ -300,6 +314,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         Args:
             enabled: False makes it do nothing, for `with ddp.no_sync(not last_micro_batch):`.
         """
+        check_flag("enabled", enabled)
         former = self.require_backward_grad_sync
         self.require_backward_grad_sync = former and not enabled
         try:

@@ -55,7 +55,10 @@ def _seconds(name: str) -> timedelta | None:
         raise ConfigurationError(f"{name} must be a number of seconds, got {text!r}") from None
     if not seconds > 0:
         raise ConfigurationError(f"{name} must be more than 0, got {text!r}")
-    return timedelta(seconds=seconds)
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError:
+        raise ConfigurationError(f"{name} must be a number of seconds that can pass, got {text!r}") from None
 
 
 def _path(name: str) -> Path | None:

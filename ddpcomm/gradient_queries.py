@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor, nn
 
+from ddpcomm.argument_checks import check_flag, check_number
 from ddpcomm.gradient_norm import clip
 from ddpcomm.reducer import Reducer
 
@@ -27,8 +30,12 @@ class GradientQueries(nn.Module):
         """Scales the gradients so that their 2-norm is at most `max_norm`. Returns the norm before, as `grad_norm` does.
 
         Raises:
+            ConfigurationError, ConfigurationTypeError: `max_norm` is no number, negative or not a number; nothing is changed.
             NonFiniteGradientError: the norm is not finite, and `error_if_nonfinite` is set.
         """
+        if max_norm != inf:  # which only measures
+            check_number("max_norm", max_norm, least=0)
+        check_flag("error_if_nonfinite", error_if_nonfinite)
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return clip(gradients, self._reducer.norms.statistics(parameters), max_norm, error_if_nonfinite)

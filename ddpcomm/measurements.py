@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 
 from torch import nn
 
 from ddpcomm import env
+from ddpcomm.argument_checks import check_path
 from ddpcomm.reducer import Reducer
 from ddpcomm.statistics import Statistics, StepStatistics
 from ddpcomm.timeline import EnvironmentTimeline, Timeline
@@ -61,7 +61,8 @@ class Measurements(nn.Module):
             CommunicationError: the ranks could not exchange what they recorded.
             OSError: the file can't be written.
         """
-        recorder, file = Timeline(self._reducer), Path(path)
+        file = check_path("timeline: path", path)
+        recorder = Timeline(self._reducer)
         self._reducer.prepare_forward()  # what an interrupted backward has left under way would meet the exchanges
         recorder.align()
         recorder.start()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddpcomm.argument_checks import check_integer, check_number, check_sequence
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.kernels.reference import QUANTISED_BLOCK
 from ddpcomm.plans import FlattenPlan, QuantisePlan, choose, implementations
@@ -49,6 +50,7 @@ def flatten(
         ConfigurationError, ConfigurationTypeError: the arguments can't be served; nothing was written.
     """
     _check_buffer("flatten", "out", out)
+    check_number("flatten: scale", scale)
     entries = _readable("flatten", tensors, offsets is not None, out.device)
     _flatten_plan("flatten", entries, out, offsets, implementation).flatten(entries, out, scale, accumulate)
 
@@ -70,6 +72,7 @@ def unflatten(
         statistics: two float64, on the same device, that receive what `norm` returns for the tensors as written. It costs no further pass.
     """
     _check_buffer("unflatten", "flat", flat)
+    check_number("unflatten: scale", scale)
     written = _writable("unflatten", tensors, offsets is not None, flat.device)
     _flatten_plan("unflatten", written, flat, offsets, implementation).unflatten(flat, written, scale, statistics)
     _write_back(written, tensors)
@@ -81,7 +84,8 @@ def norm(tensors: Sequence[Tensor], implementation: str | None = None) -> Tensor
     Tiles of 4096 elements are summed in float32 (float64 for float64 tensors), the tiles in float64, in an order that does not depend on
     the number of threads.
     """
-    device = tensors[0].device if tensors else torch.device("cpu")
+    check_sequence("norm: tensors", tensors)
+    device = tensors[0].device if tensors and isinstance(tensors[0], Tensor) else torch.device("cpu")
     total = torch.zeros(2, dtype=torch.float64, device=device)
     each = torch.empty_like(total)
     for tensor in _readable("norm", tensors, False, device):
@@ -116,6 +120,7 @@ def quantise(
         code: "int8", "float8_e4m3" or "float8_e5m2".
     """
     _check_buffer("quantise", "codes", codes)
+    check_number("quantise: scale", scale)
     entries = _readable("quantise", tensors, offsets is not None, codes.device)
     plan = _quantise_plan("quantise", entries, codes, offsets, code, implementation)
     plan.quantise(entries, codes, scales, scale, residual)
@@ -133,6 +138,7 @@ def dequantise(
 ) -> None:
     """Fills `tensors` with what codes and scales stand for, times `scale`, or adds that to them. Arguments as for `quantise`."""
     _check_buffer("dequantise", "codes", codes)
+    check_number("dequantise: scale", scale)
     written = _writable("dequantise", tensors, offsets is not None, codes.device)
     plan = _quantise_plan("dequantise", written, codes, offsets, code, implementation)
     plan.dequantise(codes, scales, written, scale, accumulate)
@@ -141,6 +147,8 @@ def dequantise(
 
 def is_taken_as_it_is(tensor: Tensor) -> bool:
     """Whether a plan takes this tensor, whose elements then fill a stretch of memory and mean what is written there."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigurationTypeError(f"is_taken_as_it_is: expected a tensor, got {type(tensor).__name__}")
     return not (tensor.is_conj() or tensor.is_neg()) and _is_dense(tensor)
 
 
@@ -162,6 +170,8 @@ def _packed(numels: Sequence[int], alignment: int) -> list[int]:
 def _offsets(op: str, numels: Sequence[int], offsets: Sequence[int] | None, alignment: int) -> Sequence[int]:
     if offsets is None:
         return _packed(numels, alignment)
+    for offset in check_sequence(f"{op}: offsets", offsets):
+        check_integer(f"{op}: offsets", offset)
     if len(offsets) != len(numels):
         raise ConfigurationError(f"{op}: there are {len(numels)} tensors but {len(offsets)} offsets")
     return offsets
@@ -196,7 +206,7 @@ def _check_buffer(op: str, name: str, buffer: Tensor) -> None:
 def _readable(op: str, tensors: Sequence[Tensor | None], may_be_none: bool, device: torch.device) -> list[Tensor | None]:
     """Each tensor itself, detached, if its elements fill a stretch of memory; else a contiguous copy."""
     entries: list[Tensor | None] = []
-    for i, tensor in enumerate(tensors):
+    for i, tensor in enumerate(check_sequence(f"{op}: tensors", tensors)):
         if tensor is None and may_be_none:
             entries.append(None)
             continue

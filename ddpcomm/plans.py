@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm import env, native
+from ddpcomm.argument_checks import check_device
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.implementations import flatten_implementation, quantise_implementation
 from ddpcomm.implementations import names as implementation_names
@@ -29,7 +30,7 @@ def implementations(op: str, device: torch.device | str) -> tuple[str, ...]:
     """
     if op not in OPERATIONS:
         raise ConfigurationError(f"implementations: op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    return implementation_names(torch.device(device))
+    return implementation_names(check_device("device", device))
 
 
 def choose(op: str, device: torch.device, implementation: str | None) -> str:

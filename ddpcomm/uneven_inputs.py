@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcomm.argument_checks import check_flag
 from ddpcomm.arguments import Placement
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.join import Join, Joinable, JoinHook, ShadowHook, notify, tell
@@ -37,6 +38,9 @@ class UnevenInputs(nn.Module):
             enable: False makes it do nothing.
             throw_on_early_termination: raise on every rank when the first has run out.
         """
+        check_flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        check_flag("enable", enable)
+        check_flag("throw_on_early_termination", throw_on_early_termination)
         joinables: list[Joinable] = [self]  # type: ignore[list-item]  # DistributedDataParallel is one
         return Join(joinables, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 

@@ -4,6 +4,7 @@
 
 #if defined(__linux__)
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <tuple>
@@ -47,6 +48,13 @@ Isa isa_named(const std::string& name) {
     throw std::invalid_argument("this machine has no instruction set called " + name);
 }
 
+SegmentToken to_token(const std::string& bytes) {
+    SegmentToken token;
+    if (bytes.size() != token.size()) throw std::invalid_argument("a segment's token has " + std::to_string(token.size()) + " bytes");
+    std::copy(bytes.begin(), bytes.end(), token.begin());
+    return token;
+}
+
 std::unique_ptr<Channel> make_channel(std::shared_ptr<Arena> arena, int rank, const std::vector<std::shared_ptr<Segment>>& segments,
                                       const std::vector<int>& names, const std::vector<std::vector<int>>& watched, std::size_t channel,
                                       std::size_t piece_bytes, std::size_t small_bytes, double spin_seconds, const std::string& isa) {
@@ -56,6 +64,9 @@ std::unique_ptr<Channel> make_channel(std::shared_ptr<Arena> arena, int rank, co
     }
     std::vector<Peer> peers;
     for (std::size_t i = 0; i < segments.size(); ++i) peers.push_back({segments[i], names[i], watched[i]});
+    for (std::size_t i = 0; i < peers.size(); ++i) {
+        if (peers[i].segment == nullptr && static_cast<int>(i) != rank) throw std::invalid_argument("another rank's segment is missing");
+    }
     peers.at(static_cast<std::size_t>(rank)).segment = std::shared_ptr<Segment>(arena, &arena->segment());
     const ChannelSettings settings{{piece_bytes, small_bytes, isa_named(isa)}, std::chrono::nanoseconds(duration_of(spin_seconds))};
     return std::make_unique<Channel>(arena, Peers(rank, std::move(peers), channel), settings);
@@ -111,12 +122,17 @@ void bind_shared_memory(py::module_& module) {
     using namespace ddpcomm;
 
     py::class_<Segment, std::shared_ptr<Segment>>(module, "SharedMemorySegment", "Another rank's memory.")
-        .def(py::init<int, std::size_t>(), py::arg("file"), py::arg("capacity_bytes"));
+        .def(py::init([](int file, std::size_t capacity, const std::string& token) {
+                 return std::shared_ptr<Segment>(Segment::attach(file, capacity, to_token(token)));
+             }),
+             py::arg("file"), py::arg("capacity_bytes"), py::arg("token"));
 
     py::class_<Arena, std::shared_ptr<Arena>>(module, "SharedMemoryArena", "This rank's own memory.")
-        .def(py::init([](std::size_t capacity) { return std::make_shared<Arena>(capacity, Peers::reserved_bytes()); }),
-             py::arg("capacity_bytes"))
+        .def(py::init([](std::size_t capacity) { return std::make_shared<Arena>(capacity); }), py::arg("capacity_bytes"))
         .def_property_readonly("file", &Arena::file)
+        .def_property_readonly(
+            "token",
+            [](const Arena& arena) { return py::bytes(reinterpret_cast<const char*>(arena.token().data()), arena.token().size()); })
         .def_property_readonly("capacity_bytes", [](Arena& arena) { return arena.segment().capacity(); })
         .def(
             "allocate",

@@ -152,6 +152,20 @@ bool Call::lacks_elements(const Peers& peers) const {
     return any_staged && any_elsewhere;
 }
 
+RankSet Call::out_of_bounds(const Peers& peers) const {
+    RankSet ranks;
+    const std::size_t staged_elements = piece_elements(true);
+    DataRange range{arguments_.numel, item_bytes(), rows(), false, staged_elements * element_bytes(), 1};
+    if (staged_elements < arguments_.numel) range.buffers = kStagingBuffers;
+    for (int rank = 0; rank < ranks_; ++rank) {
+        if (rank == rank_ || !sends_data(rank)) continue;
+        const Descriptor& other = descriptor(peers, rank);
+        range.staged = other.staged;
+        if (!lies_within(range, other.offsets, peers.capacity(rank))) ranks.set(static_cast<std::size_t>(rank));
+    }
+    return ranks;
+}
+
 void Call::plan(const Peers& peers) {
     bool any_staged = false;
     bool all_staged = true;

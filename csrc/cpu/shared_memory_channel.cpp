@@ -90,6 +90,13 @@ bool Channel::run(Call& call) {
                      ": a rank's tensor is in its shared memory only in part, while another's is outside of its own");
             return false;
         }
+        const RankSet astray = call.out_of_bounds(peers_);
+        if (astray.any()) {
+            fail(FailureKind::kOther, astray,
+                 call.describe(peers_) + ": " + describe_ranks(astray, peers_) +
+                     " told of data outside of the shared memory, which has been tampered with or written over");
+            return false;
+        }
         look_for_failures();  // a rank that has given up may no longer expect its data to be written
         if (failed()) return false;
         call.plan(peers_);
@@ -193,7 +200,9 @@ void Channel::look_for_failures() {
         const ControlBlock& control = peers_.control(rank);
         const RankState state = control.state.load(std::memory_order_acquire);
         if (state == RankState::kFailed) {
-            fail(control.failure.kind, control.failure.ranks, control.failure.message);
+            // The other rank's words, which may lack their end.
+            fail(control.failure.kind, control.failure.ranks,
+                 std::string(control.failure.message, strnlen(control.failure.message, kMessageBytes)));
         } else if (state == RankState::kClosed && awaits(rank)) {
             // Read after the state: what the rank did before it closed is seen.
             fail(FailureKind::kPeerClosed, RankSet().set(static_cast<std::size_t>(rank)),

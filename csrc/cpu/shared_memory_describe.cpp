@@ -45,12 +45,18 @@ std::string describe_tag(std::uint64_t tag) {
     return text.str();
 }
 
+// The number may be another rank's, and anything.
+std::string rank_name(int rank, const Peers& peers) {
+    if (rank < 0 || rank >= peers.count()) return "no rank (" + std::to_string(rank) + ")";
+    return "rank " + std::to_string(peers.name(rank));
+}
+
 template <class Arguments>
 std::string describe_arguments(const Arguments& call, const Peers& peers) {
     std::ostringstream text;
     text << kind_name(call.kind) << "(";
     if (call.kind == CollectiveKind::kAllReduce || call.kind == CollectiveKind::kReduceScatter) text << op_name(call.op) << ", ";
-    if (call.kind == CollectiveKind::kBroadcast) text << "from rank " << peers.name(call.source) << ", ";
+    if (call.kind == CollectiveKind::kBroadcast) text << "from " << rank_name(call.source, peers) << ", ";
     if (call.kind != CollectiveKind::kBarrier) {
         text << call.numel << " x " << dtype_name(call.dtype) << ", " << call.numel * call.dtype.bytes() << " bytes";
         if (call.tag != 0) text << ", " << describe_tag(call.tag);

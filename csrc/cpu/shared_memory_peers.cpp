@@ -29,11 +29,9 @@ void futex_wake_all(std::atomic<std::uint32_t>& word) { syscall(SYS_futex, &word
 Peers::Peers(int rank, std::vector<Peer> peers, std::size_t channel) : rank_(rank), peers_(std::move(peers)) {
     for (const Peer& peer : peers_) {
         // The memory is zeros at first, which is what every field of a ControlBlock starts with.
-        controls_.push_back(reinterpret_cast<ControlBlock*>(peer.segment->data()) + channel);
+        controls_.push_back(reinterpret_cast<ControlBlock*>(peer.segment->data() + kHeaderBytes) + channel);
     }
 }
-
-std::size_t Peers::reserved_bytes() { return kChannels * sizeof(ControlBlock); }
 
 void Peers::ring() const {
     // Pairs with the fence in prepare_sleep: either the sleeper sees the change, or this sees the sleeper.

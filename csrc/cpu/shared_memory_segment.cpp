@@ -4,10 +4,14 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <stdexcept>
 #include <system_error>
 
 // Newer than the headers that some build machines have.
@@ -36,6 +40,23 @@ int create_anonymous_file() {
     return file;
 }
 
+SegmentToken random_token() {
+    SegmentToken token;
+    // As few bytes come whole or not at all.
+    if (getrandom(token.data(), token.size(), 0) != static_cast<ssize_t>(token.size())) throw_errno("getrandom");
+    return token;
+}
+
+SegmentFile describe_file(int file) {
+    struct stat status;
+    if (fstat(file, &status) != 0) throw_errno("fstat");
+    return {status.st_mode, status.st_uid, static_cast<std::int64_t>(status.st_size), fcntl(file, F_GET_SEALS)};
+}
+
+void refuse_if(const std::string& wrong) {
+    if (!wrong.empty()) throw std::runtime_error("another rank's segment is refused: " + wrong);
+}
+
 }  // namespace
 
 Segment::Segment(int file, std::size_t capacity) : capacity_(capacity) {
@@ -47,6 +68,13 @@ Segment::Segment(int file, std::size_t capacity) : capacity_(capacity) {
     madvise(address, capacity, MADV_HUGEPAGE);
 }
 
+std::unique_ptr<Segment> Segment::attach(int file, std::size_t capacity, const SegmentToken& token) {
+    refuse_if(check_file(describe_file(file), capacity, geteuid()));
+    auto segment = std::make_unique<Segment>(file, capacity);
+    refuse_if(check_header(segment->data(), kHeaderBytes, capacity, token));
+    return segment;
+}
+
 Segment::~Segment() { munmap(data_, capacity_); }
 
 bool Segment::contains(const void* address, std::size_t bytes) const {
@@ -54,15 +82,21 @@ bool Segment::contains(const void* address, std::size_t bytes) const {
     return at >= data_ && at < data_ + capacity_ && bytes <= static_cast<std::size_t>(data_ + capacity_ - at);
 }
 
-Arena::Arena(std::size_t capacity, std::size_t reserved) : file_(create_anonymous_file()), process_(getpid()) {
+Arena::Arena(std::size_t capacity) : file_(create_anonymous_file()), process_(getpid()) {
     try {
+        const std::string wrong = check_capacity(capacity);
+        if (!wrong.empty()) throw std::invalid_argument("this can't be a segment: " + wrong);
         capacity = round_up_to_page(capacity);
+        token_ = random_token();
+        if (fchmod(file_, S_IRUSR | S_IWUSR) != 0) throw_errno("fchmod");
         if (ftruncate(file_, static_cast<off_t>(capacity)) != 0) throw_errno("ftruncate");
         // A peer that shrank the file would kill this process at its next access.
         if (fcntl(file_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl(F_ADD_SEALS)");
         segment_ = std::make_unique<Segment>(file_, capacity);
         gaps_[0] = capacity;
-        allocate(reserved);
+        allocate(kReservedBytes);
+        const SegmentHeader header = make_header(capacity, token_);
+        std::memcpy(segment_->data(), &header, sizeof(header));
     } catch (...) {
         close(file_);
         throw;
@@ -72,6 +106,7 @@ Arena::Arena(std::size_t capacity, std::size_t reserved) : file_(create_anonymou
 Arena::~Arena() { close(file_); }
 
 std::size_t Arena::allocate(std::size_t bytes) {
+    if (bytes > segment_->capacity()) throw std::system_error(ENOSPC, std::generic_category(), "more than the segment's capacity");
     bytes = round_up_to_page(std::max<std::size_t>(bytes, 1));
     const std::lock_guard<std::mutex> lock(mutex_);
     const std::size_t offset = take(bytes);

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
+from ddpcomm.argument_checks import check_integer, check_timeout
 from ddpcomm.comm.cuda_runtime import CudaRuntime, Stream
 from ddpcomm.errors import ClosedError, ConfigurationError, ConfigurationTypeError
 
@@ -69,7 +70,8 @@ class CompletedWork:
     """Work that was done before it was returned."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        del timeout
+        if timeout is not None:
+            check_timeout("wait: timeout", timeout)
 
     def is_completed(self) -> bool:
         return True
@@ -112,8 +114,9 @@ class Communicator(ABC):
         same arguments in the same order.
         """
         self._check_open("empty")
-        if numel < 0:
-            raise ConfigurationError(f"empty: numel must not be negative, got {numel}")
+        check_integer("empty: numel", numel, least=0)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationTypeError(f"empty: dtype must be a torch.dtype, got {dtype!r}")
         return self._empty(numel, dtype)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -165,7 +168,7 @@ class Communicator(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         """Copies rank `source`'s `tensor` (contiguous) into every rank's."""
         self._check("broadcast", tensor)
-        if not 0 <= source < self.world_size:
+        if not 0 <= check_integer("broadcast: source", source) < self.world_size:
             raise ConfigurationError(f"broadcast: source must be a rank from 0 to {self.world_size - 1}, got {source}")
         return self._broadcast(tensor, source)
 
@@ -260,7 +263,7 @@ class Communicator(ABC):
                 raise ConfigurationTypeError(f"{operation}: the tensors have different dtypes, {tensors[0].dtype} and {tensor.dtype}")
 
     def _check_op(self, operation: str, tensor: Tensor, op: ReduceOp) -> None:
-        if op not in _REDUCE_OPS:
+        if not isinstance(op, str) or op not in _REDUCE_OPS:
             raise ConfigurationError(f'{operation}: op must be "sum", "avg" or "max", got {op!r}')
         if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigurationTypeError(f'{operation}: op "avg" needs a floating-point tensor, got {tensor.dtype}')

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcomm import env
+from ddpcomm.argument_checks import check_device, check_timeout
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.process_group import ProcessGroupCommunicator, resolve
@@ -47,10 +48,17 @@ def create_communicator(
     environment = env.read()
     if transport == "auto":
         transport = environment.transport
-    if transport not in TRANSPORTS:
+    if not isinstance(transport, str) or transport not in TRANSPORTS:
         raise ConfigurationError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if timeout is not None:
+        check_timeout("timeout", timeout)
+    if device is not None:
+        device = check_device("device", device)
     if transport == "fake":
-        return _fake(device, timeout, options)
+        try:
+            return _fake(device, timeout, options)
+        except TypeError as error:
+            raise ConfigurationError(f"{transport}: {error}") from error
     group = resolve(process_group)
     target = _device(group, device)
     limit = timeout or environment.timeout

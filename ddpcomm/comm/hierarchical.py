@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpcomm.argument_checks import check_integer, check_timeout
 from ddpcomm.comm.base import Communicator, ReduceOp, Work
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.forked import abandon, leave_to_parent_after_fork
@@ -63,6 +64,8 @@ class HierarchicalWork:
         self.done = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            check_timeout("wait: timeout", timeout)
         self._communicator.run_until(self, timeout)
 
     def is_completed(self) -> bool:
@@ -288,6 +291,8 @@ def create_hierarchical(
         RankMismatchError: the ranks gave different settings; on every rank.
     """
     chosen = SharedMemorySettings(**settings)
+    if capacity_bytes is not None:
+        check_integer("capacity_bytes", capacity_bytes, least=1)
     neighbours = find_neighbours(bootstrap, hosts)
     if all(len(host) == 1 for host in neighbours.hosts):
         neighbours.close()

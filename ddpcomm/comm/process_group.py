@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpcomm.argument_checks import check_timeout
 from ddpcomm.comm.base import Communicator, CompletedWork, ReduceOp, Work
 from ddpcomm.errors import CollectiveTimeoutError, CommunicationError, ConfigurationError, PeerLostError
 
@@ -34,6 +35,8 @@ class ProcessGroupWork:
         self._done = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            check_timeout("wait: timeout", timeout)
         if self._done:
             return
         try:

@@ -18,7 +18,7 @@ from ddpcomm.comm.neighbours import Neighbours, receive_exactly
 from ddpcomm.comm.shared_memory_settings import SharedMemorySettings
 from ddpcomm.errors import RankMismatchError, SharedMemoryFullError, TransportUnavailableError
 
-_CAPACITY = struct.Struct("=Q")
+_OFFER = struct.Struct("=Q16s")  # capacity in bytes, token
 _PEER_CREDENTIALS = struct.Struct("=iii")  # process, user, group
 _ADDRESS_SPACE_BYTES = 32 << 40  # of the 128 TiB that a process has
 _LARGE_BYTES = 16 << 20
@@ -67,7 +67,7 @@ def attach(bootstrap: Communicator, neighbours: Neighbours, settings: SharedMemo
     problem = ""
     try:
         segments = _attach(bootstrap.rank, neighbours, capacity_bytes or _default_capacity_bytes(bootstrap.world_size))
-    except (OSError, RuntimeError) as error:  # RuntimeError is what a std::system_error becomes
+    except (OSError, RuntimeError, ValueError) as error:  # also what the native code refuses
         neighbours.close()  # so that those who wait for this rank need not wait longer
         problem = f"rank {bootstrap.rank}: {error}"
     reports = all_gather_objects(bootstrap, (problem, settings))
@@ -87,7 +87,7 @@ def _attach(rank: int, neighbours: Neighbours, capacity_bytes: int) -> Segments:
     ranks = neighbours.host_of(rank)
     arena = _native.SharedMemoryArena(capacity_bytes)
     for connection in neighbours.connections.values():
-        socket.send_fds(connection, [_CAPACITY.pack(arena.capacity_bytes)], [arena.file])
+        socket.send_fds(connection, [_OFFER.pack(arena.capacity_bytes, arena.token)], [arena.file])
     result = Segments(ranks, ranks.index(rank), arena, [], [])
     result._open.callback(neighbours.close)
     for other in ranks:
@@ -97,12 +97,19 @@ def _attach(rank: int, neighbours: Neighbours, capacity_bytes: int) -> Segments:
 
 
 def _receive(connection: socket.socket) -> _native.SharedMemorySegment:
-    data, files, _, _ = socket.recv_fds(connection, _CAPACITY.size, 1)
+    """Another rank's memory. What came may be anything: the segment is checked before it is used.
+
+    Raises:
+        OSError: nothing came, or the kernel refuses.
+        RuntimeError: what came is not that rank's memory, or not safe to use.
+    """
+    data, files, _, _ = socket.recv_fds(connection, _OFFER.size, 1)
     try:
-        data += receive_exactly(connection, _CAPACITY.size - len(data))
+        data += receive_exactly(connection, _OFFER.size - len(data))
         if len(files) != 1:
             raise OSError("no file came with another rank's message")
-        return _native.SharedMemorySegment(files[0], _CAPACITY.unpack(data)[0])
+        capacity_bytes, token = _OFFER.unpack(data)
+        return _native.SharedMemorySegment(files[0], capacity_bytes, token)
     finally:
         for file in files:
             os.close(file)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm import _native
+from ddpcomm.argument_checks import check_integer, check_timeout
 from ddpcomm.comm.base import Communicator, Elsewhere, ReduceOp, Work
 from ddpcomm.comm.forked import leave_to_parent_after_fork
 from ddpcomm.comm.neighbours import find_neighbours
@@ -93,6 +94,8 @@ class SharedMemoryWork:
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            check_timeout("wait: timeout", timeout)
         self._communicator._wait(self._number, timeout)
         self._tensors = ()
 
@@ -301,6 +304,8 @@ def create_shared_memory(
         RankMismatchError: the ranks gave different settings; on every rank.
     """
     chosen = SharedMemorySettings(**settings)
+    if capacity_bytes is not None:
+        check_integer("capacity_bytes", capacity_bytes, least=1)
     neighbours = find_neighbours(bootstrap)
     if len(neighbours.hosts) > 1:
         neighbours.close()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ddpcomm.errors import ConfigurationError
+from ddpcomm.argument_checks import check_integer
+from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+
+_INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
 
 
 @dataclass(frozen=True)
@@ -27,5 +30,10 @@ class SharedMemorySettings:
 
     def __post_init__(self) -> None:
         for name in ("piece_bytes", "small_bytes"):
-            if getattr(self, name) < 64:
-                raise ConfigurationError(f"{name} must be at least 64, got {getattr(self, name)}")
+            check_integer(name, getattr(self, name), least=64)
+        if not isinstance(self.longest_spin, timedelta):
+            raise ConfigurationTypeError(f"longest_spin must be a datetime.timedelta, got {self.longest_spin!r}")
+        if self.longest_spin < timedelta(0):
+            raise ConfigurationError(f"longest_spin must not be negative, got {self.longest_spin}")
+        if self.instruction_set != "" and self.instruction_set not in _INSTRUCTION_SETS:
+            raise ConfigurationError(f"instruction_set must be one of {', '.join(_INSTRUCTION_SETS)}, got {self.instruction_set!r}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ddpcomm.errors import ConfigurationError
 from ddpcomm.hooks.quantized import Quantized
 
 __all__ = ["Quantized", "WireFormat", "bf16", "fp16", "quantized"]
@@ -24,6 +25,10 @@ class WireFormat:
     """
 
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point and self.dtype.itemsize >= 2):
+            raise ConfigurationError(f"dtype must be a floating-point one of 16 bits or more, got {self.dtype!r}")
 
     @property
     def name(self) -> str:

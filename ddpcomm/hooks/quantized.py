@@ -20,7 +20,10 @@ from torch import Tensor
 
 from ddpcomm import ops
 from ddpcomm.comm.base import Communicator, Work
+from ddpcomm.errors import ConfigurationError
 from ddpcomm.kernels.reference import QUANTISED_BLOCK
+
+CODES = ("int8", "float8_e4m3", "float8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Quantized:
     """A hook that `register_comm_hook(None, ...)` takes. code: "int8", "float8_e4m3" or "float8_e5m2"."""
 
     code: str = "int8"
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise ConfigurationError(f"code must be one of {', '.join(CODES)}, got {self.code!r}")
 
     def bind(self, communicator: Callable[[], Communicator]) -> Callable[[Any, Any], torch.futures.Future[Tensor]]:
         """The hook itself, with its residuals, over the communicator that `communicator` returns at each call."""

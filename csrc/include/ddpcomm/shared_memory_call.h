@@ -75,6 +75,8 @@ class Call {
     bool matches(const Peers& peers) const;
     // Whether one rank's data is staged, of which all read every element, and not all of another's is there; only once all have posted.
     bool lacks_elements(const Peers& peers) const;
+    // Ranks whose data, as they tell of it, does not lie in their segments; only once it matches.
+    RankSet out_of_bounds(const Peers& peers) const;
     // Fixes how the call will run; only once it matches.
     void plan(const Peers& peers);
     bool planned() const { return planned_; }

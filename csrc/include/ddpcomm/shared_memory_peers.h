@@ -25,15 +25,13 @@ class Peers {
     // `channel` picks one of kChannels control blocks, so that as many sequences of calls can share the segments.
     Peers(int rank, std::vector<Peer> peers, std::size_t channel);
 
-    // Bytes at the start of every segment that the control blocks take.
-    static std::size_t reserved_bytes();
-
     int rank() const { return rank_; }
     int name(int rank) const { return peers_[static_cast<std::size_t>(rank)].name; }
     int count() const { return static_cast<int>(peers_.size()); }
     char* memory(int rank) const { return peers_[static_cast<std::size_t>(rank)].segment->data(); }
     ControlBlock& control(int rank) const { return *controls_[static_cast<std::size_t>(rank)]; }
     ControlBlock& own() const { return control(rank_); }
+    std::size_t capacity(int rank) const { return peers_[static_cast<std::size_t>(rank)].segment->capacity(); }
     const Segment& own_segment() const { return *peers_[static_cast<std::size_t>(rank_)].segment; }
 
     // Wakes every peer that sleeps. Call it after each change that a peer may wait for.

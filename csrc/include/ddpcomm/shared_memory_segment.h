@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 
+#include "ddpcomm/shared_memory_header.h"
+
 namespace ddpcomm {
 
 // A mapping of a segment, this rank's own or another's. It stays valid after its maker has died.
@@ -14,6 +16,9 @@ class Segment {
   public:
     // Throws std::system_error when the kernel refuses.
     Segment(int file, std::size_t capacity);
+    // One that came from another process. Throws std::runtime_error, which says why, where it is not what its maker told of, or not safe to
+    // use: another user's, open to others, of another size, not sealed, with a header that doesn't fit. Nothing remains mapped then.
+    static std::unique_ptr<Segment> attach(int file, std::size_t capacity, const SegmentToken& token);
     ~Segment();
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
@@ -29,17 +34,20 @@ class Segment {
 
 // A rank's own segment: an anonymous file (memfd), as large as it may ever get but without memory until something is allocated, so that
 // the other ranks map it once and never need to hear of an allocation. It has no name, hence nothing remains of a killed rank; and it is
-// no part of /dev/shm, hence not bound by that one's size, which is 64 MiB in most containers.
+// no part of /dev/shm, hence not bound by that one's size, which is 64 MiB in most containers. Its mode is 0600: whoever can see this
+// process in /proc but is another user can't open it.
 class Arena {
   public:
-    // The first `reserved` bytes are allocated from the start and never freed. Throws std::system_error.
-    Arena(std::size_t capacity, std::size_t reserved);
+    // Header and control blocks are allocated from the start and never freed. Throws std::system_error, and std::invalid_argument for a
+    // capacity that no segment can have.
+    explicit Arena(std::size_t capacity);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
     Segment& segment() { return *segment_; }
     int file() const { return file_; }
+    const SegmentToken& token() const { return token_; }
 
     // Offset of at least `bytes` bytes of zeros, aligned to a page and backed by memory from now on. Throws std::system_error when the
     // machine has no memory left, rather than letting a later access be killed by SIGBUS. Thread-safe, like `free`.
@@ -55,6 +63,7 @@ class Arena {
 
     int file_;
     int process_;
+    SegmentToken token_;
     bool frozen_ = false;
     std::unique_ptr<Segment> segment_;
     std::mutex mutex_;
