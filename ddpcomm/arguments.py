@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,19 +24,6 @@ class Placement:
     device_ids: list[int] | None
     output_device: int | None
     input_device: torch.device | None
-
-
-def checked_timeout(timeout: timedelta | None) -> timedelta | None:
-    """
-    Raises:
-        ConfigurationTypeError: it is no timedelta.
-        ConfigurationError: it is not positive.
-    """
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise ConfigurationTypeError(f"timeout must be a datetime.timedelta, such as timedelta(minutes=5), got {timeout!r}")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ConfigurationError(f"timeout must be more than nothing, got {timeout}")
-    return timeout
 
 
 def check_types(module: Any, flags: Mapping[str, Any], transport: Any, device_ids: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ddpcomm import arguments
-from ddpcomm.argument_checks import check_flag
+from ddpcomm.argument_checks import check_flag, check_timeout
 from ddpcomm.bucket_plans import BucketPlans
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.comm.join import Joinable
@@ -143,7 +143,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         arguments.check_types(module, flags, transport, device_ids)
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        self._timeout = arguments.checked_timeout(timeout)
+        self._timeout = None if timeout is None else check_timeout("timeout", timeout)
         self.process_group = resolve(arguments.process_group_of(process_group, device_mesh))
         if device_mesh is not None:
             self.device_mesh = device_mesh

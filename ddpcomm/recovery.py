@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from ddpcomm import arguments
+from ddpcomm.argument_checks import check_timeout
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.process_group import resolve
@@ -54,7 +54,7 @@ class Recovery(TransportChoice):
         group = resolve(process_group)
         if source is not None and not 0 <= source < group.size():
             raise ConfigurationError(f"replace_process_group: source must be a rank from 0 to {group.size() - 1}, got {source}")
-        limit = arguments.checked_timeout(timeout) or self._timeout
+        limit = self._timeout if timeout is None else check_timeout("timeout", timeout)
         communicator = self._open_communicator({"timeout": limit}, group)
         try:
             require_same_model(communicator, model_signatures(self.module, self.parameters_to_ignore, self._describe_options()))
