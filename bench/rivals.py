@@ -75,7 +75,7 @@ def rivals(device: str = CPU) -> dict[str, Wrap]:
 def absent(device: str = CPU) -> str:
     """What is left out, and why; empty if nothing is.
 
-    Never a subject: Horovod, which has no wheels and starts a world of its own in place of a process group.
+    Never a subject: Horovod, whose newest release doesn't build against the torch of this project (docs/notes.md).
     """
     missing = [f"{name} ({module} can't be imported)" for name, (module, _) in _ALL.items() if not find_spec(module)]
     if device == CPU:
