@@ -38,6 +38,8 @@ class ForeignHooks:
         self._tables: list[dict[int, Hook]] = []
         self._seen = -1
         self._waiting: dict[tuple[int, int], tuple[Hook, Tensor]] = {}
+        self.in_company = False
+        """Whether another reducer averages some of these parameters too, as where two models have a part in common."""
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """The parameters to look after from now on. Each must have a hook already, else torch has no table for it."""
@@ -51,10 +53,15 @@ class ForeignHooks:
         if count == self._seen:
             return
         self._seen = count
+        self.in_company = False
         for table in self._tables:
+            reducers = 0
             for key, hook in table.items():
-                if not isinstance(hook, (_Door, CountdownHook)):
+                if isinstance(hook, CountdownHook):
+                    reducers += 1
+                elif not isinstance(hook, _Door):
                     table[key] = _Door(hook, self._admit)
+            self.in_company = self.in_company or reducers > 1
 
     def _admit(self, hook: Hook, parameter: Tensor) -> None:
         if self._holds_back():  # there will be one average, however often this rank's own gradient comes

@@ -212,7 +212,9 @@ class Reducer(Interruption, Tunable, OtherRanks):
         if not synchronize:
             self.mode = Mode.LOCAL
             return
-        self._open_synchronizing(may_overlap=self.learned and not self.holds_buckets_back)
+        # Of two that average the same gradients, the second starts from what the first has put in place: averages of averages.
+        holds_back = self.holds_buckets_back or self._foreign.in_company
+        self._open_synchronizing(may_overlap=self.learned and not holds_back)
 
     def _open_synchronizing(self, *, may_overlap: bool) -> None:
         if self.broken is not None:

@@ -70,7 +70,7 @@ class Reduction:
         # Whoever looks for gradients that are not finite looks at whole buckets.
         self._leaves_share = plain and communicator.reads_elsewhere and divisor == communicator.world_size and screen is None
         self._averages = self._leaves_share or (plain and as_view)
-        self._left: list[tuple[int, Tensor, int]] = []
+        self._left: list[tuple[int, Tensor, int, int]] = []
         self._works: list[Work | None] = []
         self._futures: dict[int, Any] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
@@ -158,8 +158,8 @@ class Reduction:
         for position, _, _, _ in skipped:
             gradient = sources[position]
             if gradient is not None:
-                keep.append(gradient)
-                self._left.append((bucket.slots[position].parameter, gradient, gradient._version))
+                keep.append(gradient.detach())  # keeps the memory, even if the gradient is given another
+                self._left.append((bucket.slots[position].parameter, gradient, gradient._version, gradient.data_ptr()))
         return self._communicator.all_reduce_from(sent, op, [Elsewhere(*part) for _, *part in skipped], keep)
 
     def _flags(self, bucket: Bucket, used: Sequence[bool] | None) -> list[bool]:
@@ -220,7 +220,7 @@ class Reduction:
     def lost(self) -> list[int]:
         """Parameters whose gradient is no longer the one that went out. The bucket in hand has only just been looked at."""
         found = [index for bucket in self.arrangement.buckets[: self.next - 1] for index in bucket.lost()]
-        changed = [index for index, gradient, version in self._left if gradient._version != version]
+        changed = [i for i, gradient, version, address in self._left if gradient._version != version or gradient.data_ptr() != address]
         return found + [index for index in changed if index not in found]
 
     def skip(self) -> None:

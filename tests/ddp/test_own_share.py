@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,6 +130,94 @@ def changed(rank: RankContext, view: bool) -> None:
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 def test_a_gradient_changed_under_way(two_ranks: RankPool, view: bool) -> None:
     changed(two_ranks, view=view)
+
+
+@on_two_ranks
+def exchanged(rank: RankContext) -> None:
+    """So is one that is given other memory, while the other rank has yet to arrive: the former memory is still being read."""
+    trial = Trial(rank, Wide, transport="shared_memory", bucket_cap_mb=0.1)
+    trial.step(with_spare, whole_numbers(0, 2, 3))
+    module = trial.module
+
+    def spoil(_: Tensor) -> None:
+        assert module.third.weight.grad is not None
+        module.third.weight.grad.data = torch.ones(WIDE, WIDE)
+
+    handle = module.first.bias.register_hook(spoil) if rank.rank == 0 else None
+    trial.zero_grad()
+    if rank.rank == 1:
+        time.sleep(0.3)
+    with pytest.raises(LostGradientError, match=r"rank 0: the gradient of third\.weight was changed, taken away or exchanged"):
+        with_spare(trial.ddp, whole_numbers(1, 2, 3)[rank.rank]).backward()
+    if handle is not None:
+        handle.remove()
+    trial.step(with_spare, whole_numbers(2, 2, 3))
+
+
+def test_a_gradient_given_other_memory(two_ranks: RankPool) -> None:
+    exchanged(two_ranks)
+
+
+class Half(nn.Module):
+    def __init__(self, common: nn.Module) -> None:
+        super().__init__()
+        self.common = common
+        self.first = nn.Linear(3, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.common(self.first(x))
+        return hidden
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last = nn.Linear(WIDE, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.inner(x))
+        return hidden
+
+
+@on_two_ranks
+def in_company(rank: RankContext, nested: bool, views: tuple[bool, bool], transport: str) -> None:
+    """Parameters that two wrapped models average in one backward: one writes them back, or reduces them in place, while the other may not
+    have read them."""
+    torch.manual_seed(0)
+    common = nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(3)])
+    halves = [Half(common)] if nested else [Half(common), Half(common)]
+    models: list[nn.Module] = []
+    for half, view, size in zip(halves, views, (25, 0.1), strict=False):
+        models.append(DistributedDataParallel(half, transport=transport, bucket_cap_mb=size, gradient_as_bucket_view=view))
+    plain: list[nn.Module] = [*halves]
+    if nested:
+        plain = [Outer(models[0])]
+        models = [DistributedDataParallel(plain[0], transport=transport, bucket_cap_mb=0.1, gradient_as_bucket_view=views[1])]
+    parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
+
+    def loss(which: list[nn.Module], x: Tensor) -> Tensor:
+        return sum(model(x * (i + 1)).sum() for i, model in enumerate(which))  # type: ignore[return-value]
+
+    for step in range(6):
+        for parameter in parameters:
+            if parameter.grad is None or step % 2:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+        batches = whole_numbers(step, 2, 3)
+        loss(models, batches[rank.rank]).backward()
+        found = [p.grad.clone() for p in parameters if p.grad is not None]
+        own = [torch.autograd.grad(loss(plain, batch), parameters) for batch in batches]
+        for value, *both in zip(found, *own, strict=True):
+            torch.testing.assert_close(value, (both[0] + both[1]) / 2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("views", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("nested", [False, True], ids=["side by side", "nested"])
+def test_parameters_in_two_models(two_ranks: RankPool, nested: bool, views: tuple[bool, bool], transport: str) -> None:
+    in_company(two_ranks, nested=nested, views=views, transport=transport)
 
 
 @on_two_ranks
