@@ -50,12 +50,13 @@ def check_integer(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """True or False; None, 0 and 1 pass, as torch lets them.
+    """True or False; None, 0, 1 and numpy's bool pass, as torch lets them.
 
     Raises:
         ConfigurationTypeError: anything else, such as the text "False", which would count as true.
     """
-    if value is not None and not (isinstance(value, int) and value in (0, 1)):
+    is_numpys = getattr(getattr(value, "dtype", None), "kind", None) == "b" and value.ndim == 0
+    if value is not None and not is_numpys and not (isinstance(value, int) and value in (0, 1)):
         raise ConfigurationTypeError(f"{name} must be True or False, got {value!r}")
 
 

@@ -44,8 +44,13 @@ def replacing(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
     """A binary file that takes the place of `path` when the block ends well, and vanishes when it doesn't.
 
     It is written in the same directory, under a name that begins with that of `path` and ends in ".tmp": a killed process may leave one.
+    What is no regular file, such as /dev/null or a pipe, is written to as it is, and stays what it is.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        with open(target, "wb") as device:
+            yield device
+        return
     name = target.parent / f"{target.name}.{secrets.token_hex(8)}.tmp"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -41,6 +41,7 @@ class Reporter:
         self._reducer: weakref.ref[Reducer] | None = None
         self._board: ReportBoard | None = None
         self._last_raised: tuple[int, str] | None = None
+        self._former_end = id(_end_of_program())
 
     def connect(self, process_group: ProcessGroup) -> None:
         """Shares what it knows with the ranks of a group, and with no others any more. They all do so in the same order; nothing is waited
@@ -65,8 +66,8 @@ class Reporter:
 
     def close(self) -> None:
         """Puts up the exception that ends this process, if one does, and ends the thread. Idempotent."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if isinstance(error, BaseException):
+        error = _end_of_program()
+        if error is not None and id(error) != self._former_end:
             self.raised(error)
         if self._board is not None:
             self._board.close()
@@ -178,6 +179,12 @@ class Reporter:
                     yield f"rank {rank} {Whereabouts(**where)}, and raised {text} ({_age(at)})"
                 return
             time.sleep(_POLL_SECONDS)
+
+
+def _end_of_program() -> BaseException | None:
+    """The exception that was last printed because nobody caught it. In an interactive session it may be an old one."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
 
 
 def _age(at: float) -> str:

@@ -22,6 +22,9 @@ CANDIDATES: Mapping[str, tuple[int, ...]] = MappingProxyType({"communicators": (
 """What is tried for each option that can be "auto", in this order, beside what the transport does by itself. Both are options of nccl: the
 paper's round robin over several communicators, and the most of the device's processors that a collective may take from backward."""
 
+_ARGUMENTS = frozenset({"process_group", "device", "transport", "timeout"})
+"""Of `create_communicator`, and no transport's options."""
+
 
 class TransportChoice(nn.Module):
     """Base of DistributedDataParallel, which has the attributes named here."""
@@ -41,10 +44,16 @@ class TransportChoice(nn.Module):
 
         Raises:
             ConfigurationTypeError: the options are no mapping of names.
-            ConfigurationError: options for a transport that isn't named, or "auto" for one that can't be measured here.
+            ConfigurationError: options for a transport that isn't named, or "auto" for one that can't be measured here, or what is not
+                for them to say.
         """
         if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
             raise ConfigurationTypeError(f"transport_options must map names of options to their values, got {options!r}")
+        misplaced = sorted(_ARGUMENTS.intersection(options or ()))
+        if misplaced:
+            raise ConfigurationError(
+                f"transport_options can't hold {', '.join(misplaced)}: these are arguments of their own, or the module's"
+            )
         self._transport, self._transport_options = transport, dict(options or {})
         self._shares_communicator = False
         self._tunes_options = bool(self._undecided)

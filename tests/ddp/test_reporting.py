@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import threading
 import weakref
 
@@ -53,6 +54,24 @@ def test_copies_and_children_have_none(rank: RankContext) -> None:
     assert os.waitpid(child, 0)[1] == 0
     twin.close()
     model.close()
+
+
+@on_two_ranks
+def test_an_old_exception_is_not_the_end(rank: RankContext) -> None:
+    """Interactive sessions keep the last exception that was printed; closing a model does not blame it."""
+    sys.last_value = ValueError("an old one")
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        told: list[BaseException] = []
+        model._reports.raised = told.append  # type: ignore[method-assign, assignment]
+        model._reports.close()
+        assert told == []
+        sys.last_value = ValueError("a new one")
+        model._reports.close()
+        assert told == [sys.last_value]
+        model.close()
+    finally:
+        del sys.last_value
 
 
 @on_two_ranks

@@ -28,6 +28,21 @@ def test_saves_and_replaces(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
 
 
+def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "told")
+        assert os.read(reader, 10) == b"told"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "told")
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_modes_and_links_are_kept(tmp_path: Path) -> None:
     path, link = tmp_path / "file", tmp_path / "link"
     former = os.umask(0o027)

@@ -142,6 +142,10 @@ CONSTRUCTOR = [
     row(WRAP, wrap(transport=None), TYPE, "transport must be the name of a transport, got None"),
     row(WRAP, wrap(transport_options="fast"), TYPE, "transport_options must map names of options to their values, got 'fast'"),
     row(WRAP, wrap(transport_options={"wings": 2}), VALUE, "wings"),
+    *(
+        row(WRAP, wrap(transport="process_group", transport_options={name: None}), VALUE, f"transport_options can't hold {name}")
+        for name in ("device", "process_group", "timeout", "transport")
+    ),
     row(WRAP, wrap(plan="/nowhere/plan.json"), PlanError, "/nowhere/plan.json can't be read"),
     row(WRAP, wrap(plan=5), TYPE, "plan must be a path, got 5"),
     row(WRAP, wrap(plan="x", bucket_cap_mb=1), VALUE, "only one of them"),
