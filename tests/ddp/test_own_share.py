@@ -188,8 +188,8 @@ def in_company(rank: RankContext, nested: bool, views: tuple[bool, bool], transp
     common = nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(3)])
     halves = [Half(common)] if nested else [Half(common), Half(common)]
     models: list[nn.Module] = []
-    for half, view, size in zip(halves, views, (25, 0.1), strict=False):
-        models.append(DistributedDataParallel(half, transport=transport, bucket_cap_mb=size, gradient_as_bucket_view=view))
+    for half, view in zip(halves, views, strict=False):
+        models.append(DistributedDataParallel(half, transport=transport, bucket_cap_mb=0.1, gradient_as_bucket_view=view))
     plain: list[nn.Module] = [*halves]
     if nested:
         plain = [Outer(models[0])]
