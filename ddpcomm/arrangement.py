@@ -44,6 +44,8 @@ class Arrangement:
         self.buckets = [Bucket(layout, managed, communicator, *layout.kind[:2]) for layout in layouts]  # type: ignore[index]  # kind is a tuple
         self.headers = headers(self.buckets)
         """Of each bucket's all-reduce."""
+        self.native_format = all(bucket.native_format for bucket in self.buckets)
+        """Whether gradients travel as they are."""
         outside = len(self.buckets)
         self.bucket_of = [outside] * len(managed)
         for bucket in self.buckets:

@@ -48,7 +48,8 @@ class Recovery(TransportChoice):
         Raises:
             ConfigurationTypeError: `timeout` is no timedelta. Nothing was changed.
             ConfigurationError: this process isn't in the group, or `source` is none of its ranks. Nothing was changed.
-            RankMismatchError: the ranks' models, options or (without `source`) weights differ; on every rank. Nothing was changed.
+            RankMismatchError: the ranks' models, options or (without `source`) weights differ; on every rank. Nothing was changed,
+                unless it is only their buckets that differ: then this model can no longer be synchronised.
             CommunicationError: another rank of the new group is lost, or did not arrive in time. Nothing was changed.
         """
         group = resolve(process_group)
@@ -66,10 +67,12 @@ class Recovery(TransportChoice):
         former, self._communicator = self._communicator, communicator
         self.process_group, self._timeout = group, limit
         self._reports.connect(group)
-        self._reducer.use(communicator)
-        self._plan_again()
-        require_same_layout(self._reducer)
-        self._give_back_communicator(former)
+        try:
+            self._reducer.use(communicator)
+            self._plan_again()
+            require_same_layout(self._reducer)
+        finally:
+            self._give_back_communicator(former)
         if source is not None:
             self._broadcast_state(source)
 

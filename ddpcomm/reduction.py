@@ -65,12 +65,14 @@ class Reduction:
         self.screen = screen
         # Who divides? A transport that averages in passing, where gradients may lie in the bucket already and a pass of our own would read
         # and write them once more; else flatten, as the bytes go by. Every rank must decide alike, whatever its gradients are.
-        # One that reads this rank's own share of a bucket where the gradients are averages in passing, too: that share is never copied.
-        plain = hook is None and communicator.averages_in_passing
+        # In another format on the wire, flatten does: what is cast unscaled may overflow. One that reads this rank's own share of a bucket
+        # where the gradients are averages in passing, too.
+        plain = hook is None and communicator.averages_in_passing and arrangement.native_format
         # Whoever looks for gradients that are not finite looks at whole buckets.
         self._leaves_share = plain and communicator.reads_elsewhere and divisor == communicator.world_size and screen is None
         self._averages = self._leaves_share or (plain and as_view)
-        self._left: list[tuple[int, Tensor, int, int]] = []
+        self._ending = False
+        """Whether backward is over: from then on, no code but this package's runs until all buckets are back."""
         self._works: list[Work | None] = []
         self._futures: dict[int, Any] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
@@ -119,9 +121,10 @@ class Reduction:
         if recording is not None:
             recording.mark("flatten", index)
         start = bucket.layout.flags_offset if tail_only else 0
-        share = self._communicator.own_share(bucket.layout.total_numel, bucket.dtype) if self._leaves_share and not start else range(0)
         skipped = []
-        if share:
+        if self._leaves_share and not start and (self._ending or self._communicator.others_have_called()):
+            # Read before any code of the user's runs again, which might change a gradient: in the call itself, or in the wait at the end.
+            share = self._communicator.own_share(bucket.layout.total_numel, bucket.dtype)
             skipped = bucket.pack_around(sources, flags, words, share)
         else:
             bucket.pack(sources, flags, words, 1.0 if self._averages else 1.0 / self._divisor)
@@ -154,12 +157,7 @@ class Reduction:
         op: ReduceOp = "avg" if self._averages else "sum"
         if not skipped:
             return self._communicator.all_reduce(sent, op)
-        keep = []
-        for position, _, _, _ in skipped:
-            gradient = sources[position]
-            if gradient is not None:
-                keep.append(gradient.detach())  # keeps the memory, even if the gradient is given another
-                self._left.append((bucket.slots[position].parameter, gradient, gradient._version, gradient.data_ptr()))
+        keep = [gradient for position, *_ in skipped if (gradient := sources[position]) is not None]
         return self._communicator.all_reduce_from(sent, op, [Elsewhere(*part) for _, *part in skipped], keep)
 
     def _flags(self, bucket: Bucket, used: Sequence[bool] | None) -> list[bool]:
@@ -200,6 +198,7 @@ class Reduction:
             return skip_unused and not void and not any(used[slot.parameter] for slot in slots)
 
         flags = None if all(used) else used
+        self._ending = True
         while self.next < self.arrangement.last:
             if stays_home():
                 self.skip()
@@ -219,9 +218,7 @@ class Reduction:
 
     def lost(self) -> list[int]:
         """Parameters whose gradient is no longer the one that went out. The bucket in hand has only just been looked at."""
-        found = [index for bucket in self.arrangement.buckets[: self.next - 1] for index in bucket.lost()]
-        changed = [i for i, gradient, version, address in self._left if gradient._version != version or gradient.data_ptr() != address]
-        return found + [index for index in changed if index not in found]
+        return [index for bucket in self.arrangement.buckets[: self.next - 1] for index in bucket.lost()]
 
     def skip(self) -> None:
         """Leaves out the next bucket, which must not be the last. All ranks must do so."""

@@ -54,7 +54,7 @@ def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
         names = ", ".join(reducer.parameters.managed[index].name for index in lost[:10])
         reducer.fail_at_end(
             LostGradientError(
-                f"the gradient of {names} was changed, taken away or exchanged during backward, before it was averaged. Use it after "
+                f"the gradient of {names} was taken away or exchanged during backward, before it was averaged. Use it after "
                 "backward, or in a hook registered with register_post_accumulate_grad_hook, which runs once the average is there"
             )
         )

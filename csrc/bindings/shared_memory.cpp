@@ -163,6 +163,7 @@ void bind_shared_memory(py::module_& module) {
         .def("start", &start, py::arg("kind"), py::arg("op"), py::arg("dtype_code"), py::arg("dtype_bits"), py::arg("source"),
              py::arg("numel"), py::arg("tag"), py::arg("input"), py::arg("output"), py::arg("elsewhere") = py::tuple(),
              "elsewhere: (first element, count, address) of elements of own_share that are not in the tensor.")
+        .def("others_have_called", &Channel::others_have_called)
         .def("own_share",
              [](const Channel& channel, std::uint64_t numel, int dtype_code, int dtype_bits) {
                  const Stretch share =

@@ -55,6 +55,15 @@ std::uint64_t Channel::start(const CallArguments& arguments, std::vector<Elsewhe
     return number;
 }
 
+bool Channel::others_have_called() const {
+    const std::uint64_t next = last_.load(std::memory_order_relaxed) + 1;
+    for (int rank = 0; rank < peers_.count(); ++rank) {
+        if (rank == peers_.rank()) continue;
+        if (peers_.control(rank).calls[next % kCallsInFlight].number.load(std::memory_order_acquire) != next) return false;
+    }
+    return has_room();
+}
+
 void Channel::progress() {
     if (is_quiet()) return;
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);

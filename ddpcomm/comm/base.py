@@ -151,6 +151,11 @@ class Communicator(ABC):
         del numel, dtype
         return range(0)
 
+    def others_have_called(self) -> bool:
+        """Whether every other rank has already called what this one is going to call next. Then an `all_reduce_from` has read what is
+        elsewhere when it returns. Local, never blocks."""
+        return False
+
     def all_reduce_from(self, tensor: Tensor, op: ReduceOp, elsewhere: Sequence[Elsewhere], keep: Sequence[Tensor]) -> Work:
         """`all_reduce` of an `empty` tensor, of which some elements are still elsewhere. The result is all in `tensor`.
 

@@ -125,7 +125,7 @@ class ReportBoard:
                 if request is None:
                     return
                 request()
-        except RuntimeError as error:  # torch's stores raise nothing more precise
+        except Exception as error:  # torch's stores raise nothing more precise; and whatever else it was, training goes on
             _log.info("rank %d no longer reports where it is: %s", self.rank, error)
         finally:
             self._ended = True

@@ -180,6 +180,9 @@ class SharedMemoryCommunicator(Communicator):
             return range(0)
         return range(*self._channel.own_share(numel, *_REDUCIBLE[dtype]))
 
+    def others_have_called(self) -> bool:
+        return self._channel.others_have_called()
+
     def _all_reduce_from(self, tensor: Tensor, op: ReduceOp, elsewhere: Sequence[Elsewhere], keep: Sequence[Tensor]) -> Work:
         code, bits, numel = _reducible(tensor, op)
         address = tensor.data_ptr()
