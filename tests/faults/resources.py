@@ -36,6 +36,7 @@ class Usage:
         threads: the operating system's.
         tensors: that Python knows.
         python_blocks: pieces of memory that Python's objects have.
+        garbage: objects in cycles since the last look, which only the collector could free.
     """
 
     rss_bytes: int
@@ -45,20 +46,29 @@ class Usage:
     threads: int
     tensors: int
     python_blocks: int
+    garbage: int
 
     @classmethod
     def now(cls) -> Usage:
-        """Local. Collects no garbage: what waits for that counts."""
-        shared, mappings = _segments()
+        """Local. Collects garbage."""
+        garbage = gc.collect()  # and Python's stocks of small objects are given up
+        files, mappings, shared = cls.files_and_segments()
         return cls(
             rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             shared_bytes=shared,
             mappings=mappings,
-            files=len(os.listdir("/proc/self/fd")),
+            files=files,
             threads=len(os.listdir("/proc/self/task")),
             tensors=sum(issubclass(type(each), Tensor) for each in gc.get_objects()),
             python_blocks=sys.getallocatedblocks(),
+            garbage=garbage,
         )
+
+    @staticmethod
+    def files_and_segments() -> tuple[int, int, int]:
+        """`files`, `mappings` and `shared_bytes`. Local; collects no garbage."""
+        shared, mappings = _segments()
+        return len(os.listdir("/proc/self/fd")), mappings, shared
 
 
 def _segments() -> tuple[int, int]:
@@ -194,7 +204,7 @@ def wrap_and_unwrap(context: RankContext, transport: str, warm_up: int, times: i
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Python's collector, which hides cycles for a while and then shows them all at once, is off meanwhile."""
+    """Cycles can be counted, which Python's collector would free now and then."""
     gc.collect()
     gc.disable()
     try:
