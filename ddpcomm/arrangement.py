@@ -70,6 +70,11 @@ class Arrangement:
                     fits = target is not None and target.dtype == view.dtype and target.shape == view.shape
                     parameter.grad = target.copy_(view) if target is not None and fits else view.clone()
 
+    def close(self) -> None:
+        """Lets go of the buckets' memory. Idempotent."""
+        for bucket in self.buckets:
+            bucket.close()
+
     def in_buckets(self) -> list[int]:
         """The parameters whose gradient lies in a bucket."""
         return [

@@ -217,6 +217,13 @@ class Bucket:
         """Lets go of the gradients that `gather` saw, so that they can be freed."""
         self._gradients = []
 
+    def close(self) -> None:
+        """Lets go of the memory, which stays as long as gradients are views of it. What is known of the layout stays, too. Idempotent."""
+        self.buffer = self.status = self.flags = self.buffer.new_empty(0)
+        self.views = []
+        self._gradients = []
+        self._table = GradientTable(reader, [], [])
+
     def lost(self) -> list[int]:
         """The parameters whose `.grad` is no longer what `gather` saw."""
         return [self.slots[position].parameter for position in self._table.changed(self._gradients)]

@@ -188,7 +188,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         except ConfigurationError as error:
             if not init_sync or self.process_group.size() == 1:
                 raise
-            failure = error
+            failure = error.with_traceback(None)  # which would lead back to here
             self._placement = arguments.anywhere()
         self._error_on_unsynchronized = error_on_unsynchronized
         self._reports = Reporter()
@@ -206,8 +206,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                 self._start(check_plan=True)
                 if init_sync:
                     require_same_layout(self._reducer)
-        except BaseException:
-            self._reports.close()
+        except BaseException:  # whose traceback keeps this object alive
+            self._give_up_construction()
             raise
 
     def _start(self, *, check_plan: bool) -> None:
@@ -231,6 +231,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
             statistics=self._statistics,
             reports=self._reports,
         )
+        self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
+        self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard, self._reports)
         self._reports.follow(self._reducer)
         if self._precision.reduce is not None:
             self._reducer.wire_dtype = self._precision.reduce
@@ -238,12 +240,17 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         self._use_hook()
         self._use_plan(check=check_plan)
         self._measure()
-        self._guard = StepGuard(self._unsynchronized_by_id) if self._error_on_unsynchronized else None
         self._optimizer_hooks_seen = 0
-        self._finalizer = weakref.finalize(self, _give_up, self._reducer, self._guard, self._reports)
+
+    def _give_up_construction(self) -> None:
+        self._reports.close()
+        made = self.__dict__
+        for close in (made.get("_finalizer"), *(made[name].close for name in ("_short_parameters", "_communicator") if name in made)):
+            if close is not None:
+                close()
 
     def close(self) -> None:
-        """Takes the hooks off the module, which trains by itself from then on, and gives the communicator back. Idempotent."""
+        """Takes the hooks off the module, which trains by itself from then on, and gives buckets and communicator back. Idempotent."""
         self._finalizer()
         self._short_parameters.close()
         self._communicator.close()

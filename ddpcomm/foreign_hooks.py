@@ -7,6 +7,7 @@ until the gradient has been averaged, and lets it through at once where nothing 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,11 +31,11 @@ class ForeignHooks:
     """The doors of one reducer.
 
     Args:
-        holds_back: called at each hook's call; whether it has to wait for the average.
+        holds_back: a method, called at each hook's call; whether it has to wait for the average. Its object isn't kept alive.
     """
 
     def __init__(self, holds_back: Callable[[], bool]) -> None:
-        self._holds_back = holds_back
+        self._holds_back = weakref.WeakMethod(holds_back)
         self._tables: list[dict[int, Hook]] = []
         self._seen = -1
         self._waiting: dict[tuple[int, int], tuple[Hook, Tensor]] = {}
@@ -64,7 +65,8 @@ class ForeignHooks:
             self.in_company = self.in_company or reducers > 1
 
     def _admit(self, hook: Hook, parameter: Tensor) -> None:
-        if self._holds_back():  # there will be one average, however often this rank's own gradient comes
+        holds_back = self._holds_back()
+        if holds_back is not None and holds_back():  # there will be one average, however often this rank's own gradient comes
             self._waiting[id(hook), id(parameter)] = hook, parameter
         else:
             hook(parameter)

@@ -89,6 +89,7 @@ class Interruption:
         try:
             reduction.finish_hooks()
             reduction.wait()
+            reduction.failure = None
         except CommunicationError as error:
             self.broken = error
             raise

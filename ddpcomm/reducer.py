@@ -23,6 +23,7 @@ from ddpcomm.config import ReducerOptions
 from ddpcomm.countdown import Countdown
 from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommunicationError, DDPCommError
+from ddpcomm.failure import Failure
 from ddpcomm.foreign_hooks import ForeignHooks
 from ddpcomm.gradient_norm import GradientNorms
 from ddpcomm.interruption import Interruption
@@ -42,7 +43,7 @@ from ddpcomm.tunable import Tunable
 _DEVICE_LIMIT = timedelta(minutes=30)
 
 
-class Reducer(Interruption, Tunable, OtherRanks):
+class Reducer(Failure, Interruption, Tunable, OtherRanks):
     """Averages the gradients of a module's parameters over the ranks of a communicator, during backward.
 
     Making one is local, apart from what its communicator's `empty` needs. Every backward that synchronises is collective.
@@ -78,7 +79,6 @@ class Reducer(Interruption, Tunable, OtherRanks):
         self.options = options
         self.ignored = frozenset(ignored)
         self.divisor = float(communicator.world_size)
-        self.broken: DDPCommError | None = None
         self.hook: CommHook | None = None
         self.wire_dtype: torch.dtype | None = None
         self.learned = False
@@ -110,8 +110,8 @@ class Reducer(Interruption, Tunable, OtherRanks):
         self._foreign = ForeignHooks(self._holds_back)
         self.parameters = ParameterSet(module, self.ignored)
         self._order = self.parameters.launch_order((), self._delayed)
-        self._attach({})
         self.arrangement = self._new_arrangement()
+        self._attach({})  # last: where there is no memory for buckets, no hooks are left
 
     # ---- which parameters, in which buckets -------------------------------------------------------------------------
 
@@ -157,14 +157,17 @@ class Reducer(Interruption, Tunable, OtherRanks):
         self.countdown.detach()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters and forgets a backward under way. Idempotent."""
+        """Takes the hooks off the parameters, forgets a backward under way and lets go of the buckets' memory. Idempotent."""
         self.unhook()
         self.watch.forget()
-        self.mode = Mode.IDLE
+        self._rest()
+        self.deferred = None
+        self.closed = True
         if self.timeline is not None:
             self.timeline.close()
         if self.tuner is not None:
             self.tuner.close()
+        self.arrangement.close()
 
     # ---- a backward begins ------------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class Reducer(Interruption, Tunable, OtherRanks):
 
     def fail_at_end(self, error: DDPCommError) -> None:
         """Keeps an error of this rank's until the end of the next backward that synchronises, where all ranks raise it."""
-        self.failure = self.failure or error
+        self.failure = self.failure or error.with_traceback(None)  # which would keep this reducer alive
 
     def _likely_first(self) -> Sequence[Tensor]:
         """The parameters, the one first that is likely to receive the first gradient."""
@@ -217,8 +220,7 @@ class Reducer(Interruption, Tunable, OtherRanks):
         self._open_synchronizing(may_overlap=self.learned and not holds_back)
 
     def _open_synchronizing(self, *, may_overlap: bool) -> None:
-        if self.broken is not None:
-            raise type(self.broken)(f"an earlier failure left this model without synchronisation: {self.broken}")
+        self.require_usable()
         self.changed = self.parameters.replaced_or_unfrozen()
         if self.changed:
             self._foreign.watch(ParameterSet(self.module, self.ignored).parameters)
@@ -316,6 +318,8 @@ class Reducer(Interruption, Tunable, OtherRanks):
 
     def _rest(self) -> None:
         self.mode = Mode.IDLE
+        if self.under_way is not None:
+            self.under_way.failure = None  # its frames hold on to the reduction
         self.under_way = None
         self._requested = False
         self.failure = None
@@ -346,6 +350,7 @@ class Reducer(Interruption, Tunable, OtherRanks):
 
     def shadow(self) -> None:
         """Takes part, with zeros, in a backward of the other ranks: this one has run out of input. Collective."""
+        self.require_usable()
         self.prepare_forward()
         self.backwards += 1
         nothing = [0] * len(self.parameters.managed)

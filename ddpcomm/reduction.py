@@ -137,7 +137,8 @@ class Reduction:
         try:
             self._works.append(self._send(bucket, sent, sources, skipped))
         except CommunicationError as error:
-            raise self._explain(error, index) from error
+            self._explain(error, index)
+            raise
         if recording is not None:
             recording.sent(index, self._works[-1])
         self.launched += not tail_only
@@ -274,7 +275,8 @@ class Reduction:
             try:
                 work.wait()
             except CommunicationError as error:
-                raise self._explain(error, index) from error
+                self._explain(error, index)
+                raise
             if recording is not None:
                 recording.waited(index)
             if self._averages and self._divisor != self._communicator.world_size:
@@ -337,9 +339,8 @@ class Reduction:
                     self.recording.mark("unflattened", index)
             bucket.forget()
 
-    def _explain(self, error: CommunicationError, index: int) -> CommunicationError:
-        """The same error, with the bucket and its parameters in front."""
+    def _explain(self, error: CommunicationError, index: int) -> None:
+        """Puts the bucket and its parameters in front of the error's message."""
         arrangement = self.arrangement
         place = f"bucket {index} of {len(arrangement.buckets)} ({arrangement.names(index) or 'status alone'})"
         error.args = (f"{place} could not be averaged on rank {self._communicator.rank}: {error}",)
-        return error

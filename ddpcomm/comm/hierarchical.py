@@ -302,7 +302,7 @@ def create_hierarchical(
         leaders = tuple(host[0] for host in neighbours.hosts)
         between = _connect_leaders(bootstrap, leaders, timeout)
     except BaseException:
-        segments.close()
+        segments.discard()
         raise
     up = SharedMemoryCommunicator(segments, timeout, chosen, channel=0)
     down = SharedMemoryCommunicator(segments, timeout, chosen, channel=1)

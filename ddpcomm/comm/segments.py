@@ -51,6 +51,12 @@ class Segments:
         Idempotent."""
         self._finalizer()
 
+    def discard(self) -> None:
+        """Closes all of it, though whoever handles the error may hold on to this object: nobody has used the memory yet."""
+        self.close()
+        self.segments.clear()
+        del self.arena
+
 
 def attach(bootstrap: Communicator, neighbours: Neighbours, settings: SharedMemorySettings, capacity_bytes: int | None = None) -> Segments:
     """Hands round the memory of the ranks of each host. Collective over `bootstrap`: one small exchange. Takes over the connections.
@@ -70,13 +76,19 @@ def attach(bootstrap: Communicator, neighbours: Neighbours, settings: SharedMemo
     except (OSError, RuntimeError, ValueError) as error:  # also what the native code refuses
         neighbours.close()  # so that those who wait for this rank need not wait longer
         problem = f"rank {bootstrap.rank}: {error}"
-    reports = all_gather_objects(bootstrap, (problem, settings))
+    try:
+        reports = all_gather_objects(bootstrap, (problem, settings))
+    except BaseException:
+        if segments is not None:
+            segments.discard()
+        neighbours.close()
+        raise
     problems = [text for text, _ in reports if text]
     differ = any(other != reports[0][1] for _, other in reports)
     if segments is not None and not problems and not differ:
         return segments
     if segments is not None:
-        segments.close()
+        segments.discard()
     neighbours.close()
     if problems:
         raise TransportUnavailableError(f"shared memory can't be set up: {'; '.join(problems)}")

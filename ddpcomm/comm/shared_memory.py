@@ -314,7 +314,11 @@ def create_shared_memory(
         neighbours.close()
         raise TransportUnavailableError(f"the ranks can't all reach one another's memory; found to be on one host: {neighbours.hosts}")
     segments = attach(bootstrap, neighbours, chosen, capacity_bytes)
-    return SharedMemoryCommunicator(segments, timeout, chosen)
+    try:
+        return SharedMemoryCommunicator(segments, timeout, chosen)
+    except BaseException:
+        segments.discard()
+        raise
 
 
 def _reducible(tensor: Tensor, op: ReduceOp) -> tuple[int, int, int]:
