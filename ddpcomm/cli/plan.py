@@ -42,7 +42,7 @@ def plan(
     on: Annotated[str, typer.Option("--machine", help=f"One of {', '.join(MACHINES)}, or a JSON file.")] = "dgx-a100",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, up to 10000.")] = "8,16,64,256,1024,10000",
     step_ms: Annotated[float | None, typer.Option(help="A measured step on one GPU; else it follows from work and machine.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples a GPU, where no step was measured.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a GPU, where no step was measured.")] = None,
     element_bytes: Annotated[int, typer.Option(help="Bytes of a gradient's element.")] = 4,
     contention: Annotated[float, typer.Option(help="By how much backward slows down beside an all-reduce, 0 to 1.")] = 0.0,
     imbalance: Annotated[float | None, typer.Option(help="Relative standard deviation of the GPUs' speeds.")] = None,

@@ -225,7 +225,10 @@ class NcclCommunicator(Communicator):
                 self._watchdog.raise_if_failed()  # aborted just now
                 raise
             except CommunicationError as error:
-                raise self._watchdog.fail(error) from error
+                failure = self._watchdog.fail(error)
+                if failure is error:
+                    raise
+                raise failure from error
             end = self._runtime.create_event()
             self._runtime.record(end, lane.stream)
             self._previous_end = end

@@ -18,6 +18,7 @@ COMMANDS = [
     ["plan", "--machine", "abacus"],
     ["plan", "--contention", "2"],
     ["plan", "--step-ms", "-1"],
+    ["plan", "--batch", "0"],
     ["timeline", "/nowhere/trace.json"],
     ["doctor", "--wings"],
 ]
