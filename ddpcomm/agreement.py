@@ -13,10 +13,10 @@ from torch import Tensor
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.errors import DDPCommError, RankMismatchError
+from ddpcomm.listing import listed
 from ddpcomm.parameters import ParameterSet
 
 Signature = tuple[str, str]
-_MOST_NAMES = 10
 
 
 @dataclass(frozen=True)
@@ -134,5 +134,4 @@ def _difference(first: Sequence[Signature], other: Sequence[Signature], rank: in
     if not found:
         places = [(a[0], b[0]) for a, b in zip(first, other, strict=True) if a[0] != b[0]]
         found = [f"{a} on rank 0 stands where {b} stands on rank {rank}" for a, b in places]
-    more = f", and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-    return "; ".join(found[:_MOST_NAMES]) + more
+    return listed(found, "; ")

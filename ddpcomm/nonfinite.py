@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.errors import ConfigurationError, NonFiniteGradientError
+from ddpcomm.listing import listed
 from ddpcomm.status import Notice, Status
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 NonFinite = Literal["ignore", "raise", "skip"]
 _CHOICES = get_args(NonFinite)
-_MOST_NAMES = 10
 _log = logging.getLogger(__name__)
 
 
@@ -136,16 +136,12 @@ def refuse(reducer: Reducer, lines: str, *, void: bool) -> None:
 
 
 def _by_rank(told: Sequence[Sequence[Finding]]) -> str:
-    return _shorten([f"{name} on rank {rank} ({what})" for rank, found in enumerate(told) for name, what in found])
+    return listed([f"{name} on rank {rank} ({what})" for rank, found in enumerate(told) for name, what in found], "; ")
 
 
 def _of_sum(found: Sequence[Finding]) -> str:
-    return _shorten([f"{name} ({what}), which came from the sum itself: every rank's own gradient was finite" for name, what in found])
-
-
-def _shorten(lines: Sequence[str]) -> str:
-    more = f"; and {len(lines) - _MOST_NAMES} more" if len(lines) > _MOST_NAMES else ""
-    return "; ".join(lines[:_MOST_NAMES]) + more
+    lines = [f"{name} ({what}), which came from the sum itself: every rank's own gradient was finite" for name, what in found]
+    return listed(lines, "; ")
 
 
 def _found_in(bucket: Bucket) -> list[Finding]:

@@ -15,11 +15,10 @@ from ddpcomm.comm.process_group import resolve
 from ddpcomm.comm.torch_ddp import ProcessGroup
 from ddpcomm.errors import ConfigurationError, RankMismatchError
 from ddpcomm.layout_check import require_same_layout
+from ddpcomm.listing import listed
 from ddpcomm.reports import Reporter
 from ddpcomm.transport_choice import TransportChoice
 from ddpcomm.verify import model_signatures, require_same_model
-
-_MOST_NAMES = 10
 
 
 class Recovery(TransportChoice):
@@ -96,9 +95,8 @@ def _require_same_weights(communicator: Communicator, module: nn.Module, ignored
     everyone = all_gather_objects(communicator, mine)
     different = [name for name in mine if len({theirs[name] for theirs in everyone}) > 1]
     if different:
-        more = f" and {len(different) - _MOST_NAMES} more" if len(different) > _MOST_NAMES else ""
         raise RankMismatchError(
-            f"the ranks of the new group hold different weights: {', '.join(different[:_MOST_NAMES])}{more}. One of them has probably done "
+            f"the ranks of the new group hold different weights: {listed(different)}. One of them has probably done "
             "a step that another has not: load the last checkpoint on all of them, or pass source= to take one rank's weights"
         )
 

@@ -17,6 +17,7 @@ from ddpcomm.errors import (
     RankMismatchError,
 )
 from ddpcomm.layout_check import require_same_layout
+from ddpcomm.listing import listed
 from ddpcomm.nonfinite import hear, hear_sparse, refuse
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.reduction import Reduction
@@ -51,7 +52,7 @@ def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
     unfit = {misfit.parameter for misfit in reduction.misfits}
     lost = [i for i in reduction.lost() if i not in reducer.late and i not in unfit]
     if lost:
-        names = ", ".join(reducer.parameters.managed[index].name for index in lost[:10])
+        names = listed([reducer.parameters.managed[index].name for index in lost])
         reducer.fail_at_end(
             LostGradientError(
                 f"the gradient of {names} was taken away or exchanged during backward, before it was averaged. Use it after "
@@ -63,7 +64,7 @@ def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
 def _look_for_unhooked(reducer: Reducer, idle: Sequence[int]) -> None:
     unhooked = reducer.countdown.unhooked(idle)
     if unhooked:
-        names = ", ".join(reducer.parameters.managed[index].name for index in unhooked[:10])
+        names = listed([reducer.parameters.managed[index].name for index in unhooked])
         reducer.hook_again()
         reducer.fail_at_end(
             LostGradientError(
