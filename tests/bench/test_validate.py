@@ -6,25 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from bench import validate, validation
+from bench import overlap_gains, validate, validation
+from bench.comparison import largest_error, mean_error, pairs_in_order
 from bench.rows import read_rows
 from bench.validate_machine import CAPS_MIB, measured_rows
+from ddpcomm.layout import Caps
+from ddpcomm.simulate import Exchange, simulate
 
 
 def test_all_reduces_that_were_left_out() -> None:
     found = validation.leave_one_out()
     assert len(found) == 22
-    assert validation.mean_error(found) < 0.075
+    assert mean_error(found) < 0.075
     for system in validation.all_reduce_times():
-        assert validation.mean_error([c for c in found if c.case.startswith(system)]) < 0.10
+        assert mean_error([c for c in found if c.case.startswith(system)]) < 0.10
 
 
 def test_torch_ddps_published_steps() -> None:
     """Within 3 points on four models, of one GPU with DDP. Of one without, torch's own work on one GPU is missing from the model."""
     found = validation.ddp_steps()
     assert len(found) == 16
-    assert validation.largest_error(found) < 2.6
-    assert validation.largest_error(validation.ddp_steps(base=0)) < 5.4
+    assert largest_error(found) < 2.6
+    assert largest_error(validation.ddp_steps(base=0)) < 5.4
 
 
 def test_the_imbalance_is_not_fitted_to_what_it_is_judged_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +43,36 @@ def test_the_imbalance_is_not_fitted_to_what_it_is_judged_on(monkeypatch: pytest
 
 
 def test_gains_of_overlap() -> None:
+    """All signs and the whole order, from inputs that are none of the gains."""
+    found = overlap_gains.gains()
+    assert [c.case for c in found] == ["resnet50, nccl", "bert, nccl", "resnet50, gloo", "bert, gloo"]
+    assert all(c.predicted > 0 for c in found)
+    assert pairs_in_order(found) == (6, 6)
+    assert largest_error(found) < 6.8
+
+
+def test_what_explains_a_breakdown_leads_back_to_it() -> None:
+    for breakdown in overlap_gains.breakdowns():
+        assert breakdown.forward + breakdown.backward + breakdown.optimizer == pytest.approx(1)
+        profile, cost_of = overlap_gains.explained(breakdown)
+        step = simulate(profile, Caps.of_mb(None), Exchange(cost_of(breakdown.gpus)))
+        assert step.backward_seconds / step.step_seconds == pytest.approx(breakdown.backward, abs=0.002)
+
+
+def test_a_breakdown_that_nothing_explains() -> None:
+    """Backward alone takes twice forward: there is no exchange that leaves less of the step to it."""
+    breakdown = overlap_gains.Breakdown("nccl", "resnet50", 16, forward=0.4, backward=0.5, optimizer=0.1)
+    with pytest.raises(ValueError, match="no bandwidth from 10000000 to 100000000000 bytes a second explains"):
+        overlap_gains.explained(breakdown)
+
+
+def test_gains_of_overlap_by_constants_alone() -> None:
     """All signs; of the order only what follows from these inputs: BERT gains less over Gloo than over NCCL, and less than ResNet-50."""
-    found = validation.overlap_gains()
+    found = overlap_gains.gains_by_constants()
     assert all(c.predicted > 0 for c in found)
     gain = {c.case: c.predicted for c in found}
     assert gain["bert, gloo"] < min(gain["bert, nccl"], gain["resnet50, gloo"])
-    assert validation.pairs_in_order(found) == (2, 6)
+    assert pairs_in_order(found) == (2, 6)
 
 
 def test_published_tables_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
