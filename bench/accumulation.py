@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.cli import names, parser, publish
+from bench.floors import Wrap
 from bench.models import CASES, Case
 from bench.report import Line, Table, line_chart
 from bench.rows import Row
 from bench.steps import Samples, conditions, line_of, prepare, row_maker, sizes_of, slowest, spread, take_turns
-from bench.subjects import NONE, TORCH, Wrap, engines, gradients, plain
+from bench.subjects import NONE, TORCH, engines, gradients, plain
 from examples.corpus import Corpus, Windows, load_corpus
 from examples.model import GPT, GPTConfig
 from examples.training import Settings, batches

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from bench.cli import names, parser, publish
+from bench.floors import Wrap
 from bench.models import CASES, Case
 from bench.report import Table, stacked_bars
 from bench.rows import Row
 from bench.steps import conditions, milliseconds, prepare, row_maker, sizes_of, take_turns
-from bench.subjects import NONE, AfterBackward, Wrap, engines, plain
+from bench.subjects import NONE, AfterBackward, engines, plain
 from tests.ranks import RankContext, RankPool
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, STEP = PARTS = ("forward", "backward", "exchange", "optimizer", "step")

@@ -20,12 +20,13 @@ from torch import nn
 
 import ddpcomm
 from bench.cli import names, parser, publish
+from bench.floors import Wrap
 from bench.models import CASES
 from bench.report import Line, Table, line_chart
 from bench.round_robin import RoundRobin, use
 from bench.rows import Row
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
-from bench.subjects import NONE, TORCH, Wrap, own_ddp, plain, torch_ddp
+from bench.subjects import NONE, TORCH, own_ddp, plain, torch_ddp
 from ddpcomm.layout import BYTES_PER_MB
 from tests.ranks import RankContext, RankPool
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.data_parallel import DataParallel
 from bench.devices import CPU, CUDA
-from bench.subjects import OwnBackward, Wrap
+from bench.floors import Wrap
+from bench.subjects import OwnBackward
 
 REPLICATE, DEEPSPEED, DATA_PARALLEL = "FSDP2 replicate", "DeepSpeed", "nn.DataParallel"
 OWN_GROUP_BYTES = 1 << 20

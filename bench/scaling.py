@@ -16,12 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from bench.cli import names, parser, publish
+from bench.floors import Wrap
 from bench.models import CASES
 from bench.report import SIMULATED, Line, Table, line_chart
 from bench.rows import Row
 from bench.simulated import simulated_rows
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
-from bench.subjects import NONE, Wrap, engines, plain
+from bench.subjects import NONE, engines, plain
 from tests.ranks import RankContext, RankPool
 
 

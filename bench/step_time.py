@@ -4,8 +4,9 @@
 
 A step is forward, backward and zero_grad; bench/steps.py says how steps are timed. A subject's overhead is the median, over rounds, of its
 step less that of the step without any exchange in the same round; its ratio is that over the overhead of torch's best mode for the model.
-Gradients are compared with torch's, bit for bit, before anything is timed. "all-reduce alone" is the floor that a transport sets without
-overlap: one all-reduce of as many bytes, at the end of backward.
+Gradients are compared with torch's, bit for bit, before anything is timed. Two subjects are floors without overlap: "all-reduce alone",
+one all-reduce of as many bytes at the end of backward, and "bare exchange", which also looks at each gradient and copies it in and out, and
+checks nothing (bench/floors.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from bench.cli import names, parser, publish
 from bench.devices import BACKENDS, CPU, take
+from bench.floors import ALONE, BARE
 from bench.models import CASES, Case
 from bench.report import Table, bar_chart
 from bench.rivals import absent, rivals
@@ -39,7 +41,7 @@ from bench.steps import (
     step,
     take_turns,
 )
-from bench.subjects import ALONE, NONE, TORCH_MODES, wrappers
+from bench.subjects import NONE, TORCH_MODES, wrappers
 from tests.ranks import RankContext, RankPool
 
 __all__ = ["check", "main", "plot", "rows_of", "run", "slowest", "step", "tables"]
@@ -101,7 +103,11 @@ def table(rows: Sequence[Row]) -> Table:
 def plot(rows: Sequence[Row], path: Path) -> None:
     ratios: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row.quantity == "overhead" and row.subject.startswith(("ddpcomm", ALONE)) and row.details["ratio_to_best_torch"] is not None:
+        if (
+            row.quantity == "overhead"
+            and row.subject.startswith(("ddpcomm", ALONE, BARE))
+            and row.details["ratio_to_best_torch"] is not None
+        ):
             ratios.setdefault(row.subject, {})[row.case] = row.details["ratio_to_best_torch"]
     title = (
         f"What the exchange adds to a step on {rows[0].device.upper()}, {rows[0].ranks} ranks (torch DDP's best mode = 1; less is better)"

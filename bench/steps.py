@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.data_parallel import DataParallel
+from bench.floors import AllReduceAlone, Wrap
 from bench.models import Case
 from bench.report import SIMULATED, Line
 from bench.rows import Row, percentiles
-from bench.subjects import NONE, TORCH, AllReduceAlone, OwnBackward, Wrap, gradients, twin
+from bench.subjects import NONE, TORCH, OwnBackward, gradients, twin
 from ddpcomm.all_reduce_times import synchronize
 from tests.ranks import RankContext
 

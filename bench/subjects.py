@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import ddpcomm
+from bench.floors import Wrap, Wrapper, floors
 from ddpcomm import ops
 from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
 
 NONE = "none"
 TORCH = "torch"
-ALONE = "all-reduce alone"
 TRANSPORTS = ("process_group", "shared_memory", "nccl", "auto")
 
 TORCH_MODES: dict[str, dict[str, Any]] = {
@@ -28,18 +27,6 @@ TORCH_MODES: dict[str, dict[str, Any]] = {
     "torch batched": {"batched_grad_copy": True},
     "torch unused": {"find_unused_parameters": True},
 }
-Wrap = Callable[[nn.Module], nn.Module]
-
-
-class Wrapper(nn.Module):
-    """Hands its inputs on to `module`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.module(*inputs)
 
 
 class OwnBackward(Wrapper, ABC):
@@ -47,23 +34,6 @@ class OwnBackward(Wrapper, ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None: ...
-
-
-class AllReduceAlone(Wrapper):
-    """The floor that a transport sets without overlap: one all-reduce of as many bytes as there are gradients, at the end of backward.
-
-    No gradient is copied in or out, so each rank keeps its own and they can't be compared with averages. It is called by a hook of the
-    first parameter, which is among the last to be ready.
-    """
-
-    def __init__(self, module: nn.Module, transport: str) -> None:
-        super().__init__(module)
-        self.communicator = ddpcomm.create_communicator(device=next(module.parameters()).device, transport=transport)
-        self.buffer = self.communicator.empty(sum(p.numel() for p in module.parameters()), torch.float32).zero_()
-        next(module.parameters()).register_post_accumulate_grad_hook(self._exchange)
-
-    def _exchange(self, _: Tensor) -> None:
-        self.communicator.all_reduce(self.buffer).wait()
 
 
 class AfterBackward(Wrapper):
@@ -129,13 +99,13 @@ def engines(transports: list[str]) -> dict[str, Callable[..., Wrap]]:
 
 def wrappers(transports: list[str]) -> dict[str, Wrap]:
     """By subject, what wraps a module: nothing, torch's DDP in each of its modes, ddpcomm over each transport, with and without views,
-    and each transport's floor."""
+    and each transport's floors."""
     found: dict[str, Wrap] = {NONE: plain}
     found |= {name: torch_ddp(**options) for name, options in TORCH_MODES.items()}
     for transport in transports:
         for view in (False, True):
             found[f"ddpcomm {transport}{' view' if view else ''}"] = own_ddp(transport, gradient_as_bucket_view=view)
-        found[f"{ALONE} {transport}"] = partial(AllReduceAlone, transport=transport)
+        found |= floors(transport)
     return found
 
 

@@ -300,8 +300,9 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         if not local:
             if self._syncs_buffers_after_forward() and self._syncs_buffers():
                 self._sync_buffers(0)
-            if self.module.training:
-                self.require_forward_param_sync = self.require_backward_grad_sync
+            synchronizes = self.require_backward_grad_sync
+            if self.require_forward_param_sync is not synchronizes and self.module.training:  # to set it costs a module 10 us
+                self.require_forward_param_sync = synchronizes
         self._reducer.watch.watch(find_tensors(output), self.require_backward_grad_sync)
         return output
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_short_run_writes_rows_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step_time.main(["--models", "tensors400", "--transport", "process_group", "--steps", "2", "--output", str(tmp_path)])
     rows = read_rows(tmp_path / "step_time.jsonl")
-    own = {"ddpcomm process_group", "ddpcomm process_group view", "all-reduce alone process_group"}
+    own = {"ddpcomm process_group", "ddpcomm process_group view", "all-reduce alone process_group", "bare exchange process_group"}
     assert {row.subject for row in rows} - set(rivals.rivals()) == {"none", *subjects.TORCH_MODES, *own}
     assert set(rivals.rivals()) <= {row.subject for row in rows}
     assert {(row.quantity, row.count, row.ranks) for row in rows} == {("step", 2, 2), ("overhead", 2, 2)}

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import ddpcomm
 from bench import accumulation, steps
+from bench.floors import AllReduceAlone, BareExchange, Wrap
 from bench.models import Case
 from bench.round_robin import RoundRobin, use
-from bench.subjects import NONE, TORCH, AfterBackward, AllReduceAlone, Wrap, own_ddp, plain, torch_ddp
+from bench.subjects import NONE, TORCH, AfterBackward, own_ddp, plain, torch_ddp
 from ddpcomm.comm.base import Communicator, CompletedWork, ReduceOp, Work
 from tests.ranks import RankContext, RankPool
 
@@ -61,6 +62,7 @@ class Unequal(AfterBackward):
 
 SUBJECTS: dict[str, Wrap] = {
     "alone": partial(AllReduceAlone, transport="shared_memory"),
+    "bare": partial(BareExchange, transport="shared_memory"),
     "after": partial(AfterBackward, transport="process_group"),
     "turns": partial(wrap_with_turns, transport="shared_memory", forgotten=0),
     "Gloo turns": partial(wrap_with_turns, transport="process_group", forgotten=0),
@@ -84,7 +86,7 @@ def refusals(context: RankContext, *groups: list[str]) -> list[str]:
 
 
 def test_what_is_wrong_is_not_timed(two_ranks: RankPool) -> None:
-    of_ranks = two_ranks.run(refusals, ["alone", "after", "turns", "Gloo turns"], ["twice"], ["alone", "forgetful"], ["unequal"])
+    of_ranks = two_ranks.run(refusals, ["alone", "bare", "after", "turns", "Gloo turns"], ["twice"], ["alone", "forgetful"], ["unequal"])
     assert of_ranks[0] == of_ranks[1], "all ranks stop together"
     right, *wrong = of_ranks[0]
     assert right == ""
@@ -93,7 +95,7 @@ def test_what_is_wrong_is_not_timed(two_ranks: RankPool) -> None:
 
 
 def test_on_three_ranks_bits_are_compared_among_the_ranks(ranks: Callable[[int], RankPool]) -> None:
-    of_ranks = ranks(3).run(refusals, ["alone", "after", "turns"], ["twice"], ["unequal"])
+    of_ranks = ranks(3).run(refusals, ["alone", "bare", "after", "turns"], ["twice"], ["unequal"])
     wrong = [
         "backward 1: twice differs from torch in gradient 0 of layers",
         "backward 1: unequal differs from torch in gradient 0 of layers",
