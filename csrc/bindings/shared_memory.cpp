@@ -140,7 +140,8 @@ void bind_shared_memory(py::module_& module) {
                 const py::gil_scoped_release release;  // the kernel clears the pages now
                 return std::make_unique<Allocation>(std::move(arena), bytes);
             },
-            py::arg("bytes"));
+            py::arg("bytes"))
+        .def("close", &Arena::close);
 
     py::class_<Allocation>(module, "SharedMemoryAllocation", "Memory in the arena, until this object and all tensors over it are gone.",
                            py::buffer_protocol())

@@ -55,13 +55,16 @@ std::uint64_t Channel::start(const CallArguments& arguments, std::vector<Elsewhe
     return number;
 }
 
-bool Channel::others_have_called() const {
+bool Channel::others_have_called() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    advance();
+    if (failed() || run_ < last_ || !has_room()) return false;
     const std::uint64_t next = last_.load(std::memory_order_relaxed) + 1;
     for (int rank = 0; rank < peers_.count(); ++rank) {
         if (rank == peers_.rank()) continue;
         if (peers_.control(rank).calls[next % kCallsInFlight].number.load(std::memory_order_acquire) != next) return false;
     }
-    return has_room();
+    return true;
 }
 
 void Channel::progress() {

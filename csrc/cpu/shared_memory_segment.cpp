@@ -98,17 +98,24 @@ Arena::Arena(std::size_t capacity) : file_(create_anonymous_file()), process_(ge
         const SegmentHeader header = make_header(capacity, token_);
         std::memcpy(segment_->data(), &header, sizeof(header));
     } catch (...) {
-        close(file_);
+        ::close(file_);
         throw;
     }
 }
 
-Arena::~Arena() { close(file_); }
+Arena::~Arena() { close(); }
+
+void Arena::close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (file_ >= 0) ::close(file_);
+    file_ = -1;
+}
 
 std::size_t Arena::allocate(std::size_t bytes) {
     if (bytes > segment_->capacity()) throw std::system_error(ENOSPC, std::generic_category(), "more than the segment's capacity");
     bytes = round_up_to_page(std::max<std::size_t>(bytes, 1));
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (file_ < 0) throw std::system_error(EBADF, std::generic_category(), "the segment is closed");
     const std::size_t offset = take(bytes);
     int error;
     do {
@@ -130,7 +137,7 @@ void Arena::free(std::size_t offset) {
     if (frozen_ || found == taken_.end()) return;
     const std::size_t bytes = found->second;
     taken_.erase(found);
-    fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+    madvise(segment_->data() + offset, bytes, MADV_REMOVE);  // a hole in the file, which may be closed
     give(offset, bytes);
 }
 

@@ -47,8 +47,8 @@ class Segments:
         self._finalizer = weakref.finalize(self, self._open.close)
 
     def close(self) -> None:
-        """Closes what is watched, which tells the others that this rank has gone. The memory goes when the last tensor over it does.
-        Idempotent."""
+        """Closes what is watched, which tells the others that this rank has gone, and this rank's file. The memory goes when the last
+        tensor over it does. Idempotent."""
         self._finalizer()
 
     def discard(self) -> None:
@@ -102,6 +102,7 @@ def _attach(rank: int, neighbours: Neighbours, capacity_bytes: int) -> Segments:
         socket.send_fds(connection, [_OFFER.pack(arena.capacity_bytes, arena.token)], [arena.file])
     result = Segments(ranks, ranks.index(rank), arena, [], [])
     result._open.callback(neighbours.close)
+    result._open.callback(arena.close)
     for other in ranks:
         result.segments.append(None if other == rank else _receive(neighbours.connections[other]))
         result.watched.append([] if other == rank else _watch(neighbours.connections[other], result._open))

@@ -130,3 +130,28 @@ def mix(context: RankContext) -> str:
 def test_a_tensor_outside_of_shared_memory_meets_one_with_elements_elsewhere(two_ranks: RankPool) -> None:
     for text in two_ranks.run(mix):
         assert "in its shared memory only in part, while another's is outside of its own" in text
+
+
+def ask_behind_a_staged_call(context: RankContext) -> tuple[bool, bool]:
+    """Whether the others have called, on rank 0: while a call before that is still in the middle of its pieces, and when it is over."""
+    with make(context, piece_bytes=4096) as communicator, create_communicator(context.process_group, "cpu", "process_group") as turns:
+        staged = communicator.all_reduce(torch.ones(50_000)) if context.rank == 1 else None
+        own = communicator.all_reduce(communicator.empty(1000, torch.float32).fill_(1)) if context.rank == 1 else None
+        turns.barrier().wait()  # rank 1 has called both, and does nothing more
+        answers = []
+        if context.rank == 0:
+            staged = communicator.all_reduce(torch.ones(50_000))
+            answers.append(communicator.others_have_called())
+        turns.barrier().wait()
+        if staged is not None:
+            staged.wait()
+        if context.rank == 0:
+            answers.append(communicator.others_have_called())
+            own = communicator.all_reduce(communicator.empty(1000, torch.float32).fill_(1))
+        if own is not None:
+            own.wait()
+        return (answers[0], answers[1]) if answers else (False, True)
+
+
+def test_others_have_not_called_while_a_call_before_is_under_way(two_ranks: RankPool) -> None:
+    assert two_ranks.run(ask_behind_a_staged_call) == [(False, True)] * 2

@@ -49,6 +49,23 @@ def test_nothing_is_left_open(two_ranks: RankPool) -> None:
     two_ranks.run(open_files)
 
 
+def held_after_close(context: RankContext) -> None:
+    """What is closed has no file open, though the object and its memory are still held."""
+    make(context).close()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    communicator = make(context)
+    tensor = communicator.empty(1 << 20, torch.float32).fill_(1)
+    communicator.all_reduce(tensor).wait()
+    communicator.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+
+
+def test_a_closed_communicator_that_is_held(two_ranks: RankPool) -> None:
+    two_ranks.run(held_after_close)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux")
 def test_interrupted_by_ctrl_c(two_ranks: RankPool) -> None:
     two_ranks.run(interrupt)

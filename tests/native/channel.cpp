@@ -233,6 +233,22 @@ void arena() {
     const auto attached = Segment::attach(arena->file(), arena->segment().capacity(), arena->token());
     arena->segment().data()[kReservedBytes] = 42;
     CHECK(attached->data()[kReservedBytes] == 42);
+
+    auto kept = std::make_unique<Allocation>(arena, 3 << 20);
+    const std::ptrdiff_t offset = static_cast<char*>(kept->data()) - arena->segment().data();
+    std::memset(kept->data(), 7, kept->bytes());
+    arena->close();
+    arena->close();
+    CHECK(attached->data()[offset] == 7);  // what has been handed out stays
+    kept.reset();
+    CHECK(attached->data()[offset] == 0);  // and goes back to the machine without the file
+    bool refused = false;
+    try {
+        arena->allocate(1);
+    } catch (const std::system_error&) {
+        refused = true;
+    }
+    CHECK(refused);
 }
 
 }  // namespace

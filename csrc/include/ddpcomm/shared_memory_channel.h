@@ -38,9 +38,9 @@ class Channel {
 
     // The call's number, or 0 if it was not started: see `failed`, or wait_for_room and try again. Never blocks.
     std::uint64_t start(const CallArguments& arguments, std::vector<Elsewhere> elsewhere = {});
-    // Whether every other rank has called what this rank is going to call next: then `start` does it, and has read all of this rank's own
-    // share when it returns.
-    bool others_have_called() const;
+    // Whether every other rank has called what this rank is going to call next, and nothing is to be done before it: then `start` does it,
+    // and has read all of this rank's own share when it returns.
+    bool others_have_called();
     // See Call::own_share.
     Stretch own_share(std::uint64_t numel, Dtype dtype) const { return Call::own_share(numel, dtype, settings_.call, peers_); }
 

@@ -56,12 +56,14 @@ class Arena {
     void free(std::size_t offset);
     // From now on nothing is given back or used again: a peer may still write to it, late.
     void freeze();
+    // Gives up the file. What has been allocated stays until it is freed; nothing more can be. Idempotent.
+    void close();
 
   private:
     std::size_t take(std::size_t bytes);
     void give(std::size_t offset, std::size_t bytes);
 
-    int file_;
+    int file_;  // -1 once closed
     int process_;
     SegmentToken token_;
     bool frozen_ = false;
