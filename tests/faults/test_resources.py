@@ -327,14 +327,23 @@ def test_a_failed_set_up_keeps_nothing_though_its_error_is_kept(rank: RankContex
             call()
         kept.append(caught.value)
         files, *memory = held()
-        if name in (
-            "models differ",
-            "no parameters",
-        ):  # its communicator was in use: it is closed, but its own memory's file stays as long as the object
-            assert files <= before[0] + 1
+        assert files == before[0], name
+        if name in ("models differ", "no parameters"):  # its communicator was in use: its memory stays mapped as long as the object
             assert not [t.name for t in threading.enumerate() if t.name.startswith("ddpcomm")]
         else:
-            assert [files, *memory] == list(before), name
+            assert memory == list(before[1:]), name
+
+
+@on_two_ranks
+def test_a_closed_model_that_is_held_keeps_no_file(rank: RankContext) -> None:
+    dist.barrier()
+    plain(rank.rank, build(), "shared_memory").close()
+    gc.collect()
+    before = held()
+    ddp = trained(build(), "shared_memory")
+    assert held()[0] > before[0]
+    ddp.close()
+    assert held()[0] == before[0]
 
 
 @on_two_ranks
