@@ -38,12 +38,12 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
     """torch's two arguments, checked.
 
     Raises:
-        ConfigurationError: a size that is not above 0, or not finite.
+        ConfigurationError: a size below 0, or not finite.
         ConfigurationTypeError: a size that is no number.
     """
     if bucket_cap_mb is not None:
-        check_number("bucket_cap_mb", bucket_cap_mb, above=0)
+        check_number("bucket_cap_mb", bucket_cap_mb, least=0)
     if bucket_cap_mb_list is not None:
         for value in check_sequence("bucket_cap_mb_list", bucket_cap_mb_list):
-            check_number("bucket_cap_mb_list", value, above=0)
+            check_number("bucket_cap_mb_list", value, least=0)
     return Caps.of_mb(bucket_cap_mb, bucket_cap_mb_list)

@@ -65,8 +65,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         broadcast_buffers: deprecated by torch for `forward_sync_buffers`.
         init_sync: compare the ranks' models and options, and give all ranks rank 0's parameters and buffers.
         process_group: which ranks; None means the default group.
-        bucket_cap_mb: size of a bucket in MiB; None means 25, with a first one of 1. "auto" chooses the buckets in the first backwards,
-            from what they and the ranks' all-reduces take: see `ddpcomm.auto_tuning`.
+        bucket_cap_mb: size of a bucket in MiB; 0 sends every gradient by itself, None means 25, with a first one of 1. "auto" chooses the
+            buckets in the first backwards, from what they and the ranks' all-reduces take: see `ddpcomm.auto_tuning`.
         find_unused_parameters: unused parameters are expected. They are always dealt with; this only ends the one warning about them.
         check_reduction: deprecated by torch; has no effect.
         gradient_as_bucket_view: `.grad` becomes the bucket's memory: no copy back, and the gradients are held once.

@@ -202,7 +202,7 @@ def test_gradients_in_other_orders(rank: RankContext) -> None:
 
 @on_two_ranks
 def test_parameter_larger_than_a_bucket(rank: RankContext) -> None:
-    for options in ({"bucket_cap_mb": 0.001}, {"bucket_cap_mb_list": [1e-6, 0.0001, 0.01]}):
+    for options in ({"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [0, 1e-6, 0.0001, 0.01]}):
         trial = Trial(rank, lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 400), nn.Linear(400, 2)), **options)
         for turn in range(3):
             trial.step(squares, whole_numbers(turn, 2, 3, largest=1))

@@ -146,7 +146,12 @@ def test_caps_of_torchs_arguments() -> None:
     assert [Caps((1, 2)).of(number) for number in range(4)] == [1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, float("nan")])
+def test_a_cap_of_0_sends_every_parameter_by_itself() -> None:
+    sizes = [ParameterSize(numel, 4, "same") for numel in (5, 0, 1, 0)]
+    assert assign(sizes, [3, 2, 1, 0], bucket_caps(0, None)) == [[3], [2], [1], [0]]
+
+
+@pytest.mark.parametrize("wrong", [-1, -1e-9, float("nan")])
 def test_caps_are_checked(wrong: float) -> None:
     with pytest.raises(ConfigurationError, match="bucket_cap_mb "):
         bucket_caps(wrong, None)
