@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcomm.argument_checks import check_flag, check_sequence
+from ddpcomm.argument_checks import check_device, check_flag, check_sequence
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.nonfinite import NonFinite, check_choice
@@ -46,6 +46,7 @@ def placement(parameters: Sequence[Tensor], device_ids: Sequence[Any] | None, ou
     """Checks `device_ids` and `output_device` against where the parameters are.
 
     Raises:
+        ConfigurationTypeError: what names no device.
         ConfigurationError: more than one device id, device ids for a module on CPU or on several devices, several device types.
     """
     if device_ids is not None and len(device_ids) > 1:
@@ -72,7 +73,8 @@ def placement(parameters: Sequence[Tensor], device_ids: Sequence[Any] | None, ou
 
 
 def _index(device: Any, kind: str) -> int:
-    found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    found = check_device("device_ids and output_device", f"{kind}:{device}" if is_number else device)
     if found.type != kind or found.index is None:
         raise ConfigurationError(f"device_ids and output_device must name a {kind} device by its index, got {device!r}")
     return found.index
