@@ -29,8 +29,8 @@ def wait_for_producers(streams: Sequence[int], gradients: Sequence[Tensor | None
         return
     current = torch.cuda.current_stream(device)
     others = [number for number in streams if number != current.cuda_stream]
-    for number in others:
-        current.wait_stream(torch.cuda.ExternalStream(number, device=device))  # type: ignore[no-untyped-call]
+    for number in others:  # ExternalStream would take 0, the default stream, for a request for a new one
+        current.wait_stream(torch.cuda.get_stream_from_external(number, device))
     if others:
         for gradient in gradients:
             if gradient is not None:
