@@ -310,8 +310,8 @@ class NcclCommunicator(Communicator):
     def shrink(self, excluded_ranks: Sequence[int]) -> NcclCommunicator:
         """A new communicator among the other ranks, numbered anew in the same order. Collective over those; also after a failure.
 
-        Close this one then. What was under way on it is stopped. Where libnccl has no ncclCommShrink (before 2.27), or has aborted, the
-        ranks meet at the store and start from nothing, which takes longer and comes to the same.
+        Close this one then. What was under way on it is stopped. Where libnccl has no ncclCommShrink (before 2.27), or has aborted, or
+        nobody is left out, which it refuses, the ranks meet at the store and start from nothing: that takes longer and comes to the same.
 
         Raises:
             ConfigurationError: no rank is left, this rank is excluded, or a number is none of a rank.
@@ -324,7 +324,7 @@ class NcclCommunicator(Communicator):
         remaining = [rank for rank in range(self.world_size) if rank not in excluded]
         self._shrunk += 1
         rendezvous = self._rendezvous.part(f"shrunk/{self._shrunk}/{'-'.join(map(str, excluded))}", remaining)
-        if self._lanes.usable and self._library.has("ncclCommShrink"):
+        if excluded and self._lanes.usable and self._library.has("ncclCommShrink"):
             abort = not (self._lanes.revoked or self.options.shrink_share)
             handles = [lane.shrink(excluded, self._equipment.config, abort) for lane in self._lanes]
             self._watchdog.give_up(CommunicationError(f"rank {self.rank} called shrink(): use the communicator that it returned"))

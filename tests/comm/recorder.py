@@ -267,6 +267,8 @@ class RecordingLibrary:
 
     def shrink(self, communicator: int, excluded: Sequence[int], config: Mapping[str, int | str], abort: bool) -> int:
         self._call(f"shrink without {list(excluded)}{', aborting' if abort else ''}")
+        if not excluded:
+            raise CommunicationError("invalid argument: nobody is left out")
         return self._handle()
 
     def revoke(self, communicator: int) -> None:

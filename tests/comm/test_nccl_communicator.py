@@ -334,9 +334,9 @@ def test_empty_tensors_of_no_elements_need_no_memory() -> None:
 
 def test_shrink_makes_a_communicator_of_the_others() -> None:
     recorder = idle_recorder()
-    communicator = recorded_communicator(recorder, AgreeableRendezvous(1), communicators=2)
-    smaller = communicator.shrink([])
-    assert [call for call in recorder.library.calls if call.startswith("shrink")] == ["shrink without [], aborting"] * 2
+    communicator = recorded_communicator(recorder, communicators=2)
+    smaller = communicator.shrink([1])
+    assert [call for call in recorder.library.calls if call.startswith("shrink")] == ["shrink without [1], aborting"] * 2
     with pytest.raises(CommunicationError, match=r"called shrink\(\)"):
         communicator.all_reduce(torch.zeros(4))
     smaller.all_reduce(torch.zeros(4)).wait()
@@ -344,7 +344,7 @@ def test_shrink_makes_a_communicator_of_the_others() -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("why", ["old", "aborted"])
+@pytest.mark.parametrize("why", ["old", "aborted", "revoked, and nobody is left out", "nobody is left out"])
 def test_shrink_starts_from_nothing_where_it_must(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpcomm.comm.nccl_watchdog._GATHER_SECONDS", 0.05)
     recorder = idle_recorder()
@@ -353,6 +353,8 @@ def test_shrink_starts_from_nothing_where_it_must(why: str, monkeypatch: pytest.
     communicator = recorded_communicator(recorder, AgreeableRendezvous(1))
     if why == "aborted":
         communicator.abort()
+    if why.startswith("revoked"):
+        communicator.revoke()
     smaller = communicator.shrink([])
     assert recorder.library.calls.count("start 0 of 1") == 2
     smaller.all_reduce(torch.zeros(4)).wait()
@@ -368,12 +370,12 @@ def test_shrink_refuses_ranks_that_can_t_be_left_out(excluded: list[int]) -> Non
 
 def test_revoke_keeps_what_shrink_needs() -> None:
     recorder = idle_recorder()
-    communicator = recorded_communicator(recorder, AgreeableRendezvous(1))
+    communicator = recorded_communicator(recorder)
     work = communicator.all_reduce(torch.zeros(4))
     communicator.revoke()
     with pytest.raises(CommunicationError, match=r"called revoke\(\)"):
         work.wait()
-    communicator.shrink([]).close()
+    communicator.shrink([1]).close()
     del recorder.library.calls[:]
     communicator.close()
     assert recorder.library.calls == ["destroy"]  # a revoked communicator must not be finalized
