@@ -4,7 +4,8 @@ Bytes: each source byte is read once, each byte of the buffer written once, and 
 Tiles whose both sides are aligned to 16 bytes, and which are whole, move by 128-bit accesses; that has to be said to the compiler
 (`multiple_of`), which knows nothing about an address that was loaded from memory and would fall back to 32-bit accesses.
 
-A call takes one launch for each dtype among its tensors: normally one.
+A call takes one launch for each dtype among its tensors: normally one. Products and sums are rounded one after another, as the reference's
+(no fused multiply-add: `OPTIONS`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from .numbers import element_of, format_of, narrow, real_parts, widen
 from .tiles import COLUMNS, TILE, AddressTable, tile_table
 
 WARPS = 8
+OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+"""Of a launch."""
 
 
 @triton.jit
@@ -162,5 +165,5 @@ class Flatten:
                 self._factor(scale),
                 out.view(torch.uint8) if out.numel() else out,
                 **conversion(dtype, out.dtype, scale, accumulate),
-                num_warps=WARPS,
+                **OPTIONS,
             )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .addresses import Groups
-from .flatten import WARPS, Factor
+from .flatten import OPTIONS, Factor
 from .numbers import element_of, format_of, narrow, widen
 from .reference import CODES, QUANTISED_BLOCK
 from .tiles import COLUMNS, TILE, AddressTable, tile_table
@@ -184,8 +184,7 @@ class Quantise:
                 COLUMNS=COLUMNS,
                 TILE=TILE,
                 BLOCK=QUANTISED_BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
+                **OPTIONS,
             )
 
     def dequantise(self, codes: Tensor, scales: Tensor, groups: Groups, scale: float, accumulate: bool) -> None:
@@ -207,6 +206,5 @@ class Quantise:
                 COLUMNS=COLUMNS,
                 TILE=TILE,
                 BLOCK=QUANTISED_BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
+                **OPTIONS,
             )

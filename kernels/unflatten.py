@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .addresses import Groups
-from .flatten import WARPS, Factor, conversion, convert_block
+from .flatten import OPTIONS, Factor, conversion, convert_block
 from .norm import partial_norm, sum_partials
 from .numbers import real_parts
 from .tiles import AddressTable, tile_table
@@ -96,7 +96,7 @@ class Unflatten:
                     self._tiles if partials is None else partials,
                     **conversion(flat.dtype, dtype, scale, False, copy_bits=partials is None),
                     NORM=partials is not None,
-                    num_warps=WARPS,
+                    **OPTIONS,
                 )
         if statistics is not None and partials is not None:
             sum_partials(partials, statistics)

@@ -49,7 +49,7 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     signature.update(dict.fromkeys(constants, "constexpr"))
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": flatten.WARPS, **options})
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={**flatten.OPTIONS, **options})
 
 
 def widest(ptx: str, access: str) -> int:
@@ -108,6 +108,13 @@ def test_flatten(source: torch.dtype, result: torch.dtype, target: int, tmp_path
         check_registers(kernel, target, tmp_path)
 
 
+def test_a_product_is_rounded_before_it_is_added() -> None:
+    pointers = ["addresses:*i64", "tiles:*i64", "factor_pointer:*fp64", "out:*u8"]
+    constants = flatten.conversion(torch.float32, torch.float32, 0.5, True)
+    assert "fma." not in compiled(flatten.flatten_kernel, pointers, constants, 90).asm["ptx"]
+    assert "fma." in compiled(flatten.flatten_kernel, pointers, constants, 90, enable_fp_fusion=True).asm["ptx"], "it can be told"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("source", "result"), PAIRS[:-1])
 def test_unflatten_with_norm(source: torch.dtype, result: torch.dtype, target: int, tmp_path: Path) -> None:
@@ -143,14 +150,12 @@ def test_quantise(dtype: torch.dtype, code: str, target: int, tmp_path: Path) ->
     tables = ["addresses:*i64", "tiles:*i64", "factor_pointer:*fp64"]
     source = {"SOURCE": kind, "SOURCE_ELEMENT": element_of(dtype, kind), "SOURCE_BYTES": dtype.itemsize, "FEEDBACK": True}
     pointers = [*tables, "residual:*fp32", "codes:*u8", "scales:*fp32", "reciprocal_of_largest_pointer:*fp32"]
-    kernel = compiled(quantise.quantise_kernel, pointers, {**source, **shared}, target, enable_fp_fusion=False)
+    kernel = compiled(quantise.quantise_kernel, pointers, {**source, **shared}, target)
     check_ptx(kernel)
     check_registers(kernel, target, tmp_path, QUANTISE_REGISTERS)
 
     result = {"RESULT": kind, "RESULT_ELEMENT": element_of(dtype, kind), "RESULT_BYTES": dtype.itemsize, "ACCUMULATE": False}
-    kernel = compiled(
-        quantise.dequantise_kernel, [*tables, "codes:*u8", "scales:*fp32"], {**result, **shared}, target, enable_fp_fusion=False
-    )
+    kernel = compiled(quantise.dequantise_kernel, [*tables, "codes:*u8", "scales:*fp32"], {**result, **shared}, target)
     check_ptx(kernel, loads=False)
     check_registers(kernel, target, tmp_path, QUANTISE_REGISTERS)
 
