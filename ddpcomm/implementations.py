@@ -59,7 +59,7 @@ def flatten_implementation(
     if name == "torch":
         return PlainFlattenPlan(numels, offsets, total_numel, dtype)
     kernels = import_module(f"ddpcomm.kernels.{name}_plans")
-    return DeviceFlattenPlan(checked, kernels.FlattenPlan(numels, offsets, total_numel, dtype, device))
+    return DeviceFlattenPlan(checked, kernels.FlattenPlan(numels, offsets, total_numel, dtype, device), device)
 
 
 def quantise_implementation(
@@ -75,43 +75,50 @@ def quantise_implementation(
     if name == "torch":
         return PlainQuantisePlan(numels, offsets, total_numel, code)
     kernels = import_module(f"ddpcomm.kernels.{name}_plans")
-    return DeviceQuantisePlan(checked, kernels.QuantisePlan(numels, offsets, total_numel, code, device))
+    return DeviceQuantisePlan(checked, kernels.QuantisePlan(numels, offsets, total_numel, code, device), device)
 
 
 class DeviceFlattenPlan:
-    """Kernels of ddpcomm.kernels, behind the checks of the native plan."""
+    """Kernels of ddpcomm.kernels, behind the checks of the native plan, and on their device: Triton launches on whichever is current."""
 
-    def __init__(self, checked: native.FlattenPlan, kernels: Any) -> None:
+    def __init__(self, checked: native.FlattenPlan, kernels: Any, device: torch.device) -> None:
         self._checked = checked
         self._kernels = kernels
+        self._device = device
 
     def flatten(self, tensors: Sequence[Tensor | None], out: Tensor, scale: float, accumulate: bool) -> None:
         groups = self._checked.groups(tensors, out, scale, into_buffer=True, accumulate=accumulate)
-        self._kernels.flatten(groups, out, scale, accumulate)
+        with torch.cuda.device(self._device):
+            self._kernels.flatten(groups, out, scale, accumulate)
 
     def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float, statistics: Tensor | None) -> None:
         groups = self._checked.groups(tensors, flat, scale, into_buffer=False, accumulate=False)
-        self._kernels.unflatten(flat, groups, scale, statistics)
+        with torch.cuda.device(self._device):
+            self._kernels.unflatten(flat, groups, scale, statistics)
 
     def norm(self, flat: Tensor, statistics: Tensor) -> None:
         self._checked.check_buffer(flat)
-        self._kernels.norm(flat, statistics)
+        with torch.cuda.device(self._device):
+            self._kernels.norm(flat, statistics)
 
 
 class DeviceQuantisePlan:
-    """Kernels of ddpcomm.kernels, behind the checks of the native plan."""
+    """As `DeviceFlattenPlan`."""
 
-    def __init__(self, checked: native.QuantisePlan, kernels: Any) -> None:
+    def __init__(self, checked: native.QuantisePlan, kernels: Any, device: torch.device) -> None:
         self._checked = checked
         self._kernels = kernels
+        self._device = device
 
     def quantise(self, tensors: Sequence[Tensor | None], codes: Tensor, scales: Tensor, scale: float, residual: Tensor | None) -> None:
         groups = self._checked.groups(tensors, codes, scale, into_buffer=True, accumulate=False)
-        self._kernels.quantise(groups, codes, scales, scale, residual)
+        with torch.cuda.device(self._device):
+            self._kernels.quantise(groups, codes, scales, scale, residual)
 
     def dequantise(self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float, accumulate: bool) -> None:
         groups = self._checked.groups(tensors, codes, scale, into_buffer=False, accumulate=accumulate)
-        self._kernels.dequantise(codes, scales, groups, scale, accumulate)
+        with torch.cuda.device(self._device):
+            self._kernels.dequantise(codes, scales, groups, scale, accumulate)
 
 
 class PlainFlattenPlan:

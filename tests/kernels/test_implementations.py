@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,15 +13,35 @@ from torch import Tensor
 from ddpcomm import implementations, native, ops
 from ddpcomm.kernels import addresses
 
+DEVICE = torch.device("cuda", 1)
+current: list[torch.device] = []
+"""The device that is made the current one, at present."""
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    current.append(device)
+    yield
+    current.pop()
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+
 
 class Kernels:
-    """Takes down what it is called with."""
+    """Takes down what it is called with, which must be on the plan's device: Triton and events go by the current one."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append((name, *arguments))
+        def call(*arguments: Any) -> None:
+            assert current == [DEVICE]
+            self.calls.append((name, *arguments))
+
+        return call
 
 
 TENSORS: list[Tensor | None] = [
@@ -35,9 +57,10 @@ NUMELS, OFFSETS = [3, 5, 4, 0, 6, 1], [0, 256, 512, 768, 768, 1024]
 
 def test_flatten_is_given_groups_of_addresses() -> None:
     kernels, out = Kernels(), torch.zeros(2048)
-    plan = implementations.DeviceFlattenPlan(native.FlattenPlan(NUMELS, OFFSETS, 2048, torch.float32), kernels)
+    plan = implementations.DeviceFlattenPlan(native.FlattenPlan(NUMELS, OFFSETS, 2048, torch.float32), kernels, DEVICE)
     plan.flatten(TENSORS, out, 0.5, False)
     plan.unflatten(out, TENSORS, 0.5, None)
+    plan.norm(out, torch.zeros(2, dtype=torch.float64))
     groups = addresses.group(TENSORS, torch.float32)
     assert [dtype for dtype, _ in groups] == [torch.bfloat16, torch.float32]
     assert kernels.calls[0][0] == "flatten"
@@ -46,12 +69,12 @@ def test_flatten_is_given_groups_of_addresses() -> None:
     assert kernels.calls[1][2] == groups
     nothing: list[Tensor | None] = [None] * 6
     plan.flatten(nothing, out, 0.5, False)
-    assert kernels.calls[2][1] == addresses.group(nothing, torch.float32) == [(torch.float32, [0] * 6)]
+    assert kernels.calls[3][1] == addresses.group(nothing, torch.float32) == [(torch.float32, [0] * 6)]
 
 
 def test_quantise_is_given_groups_of_addresses() -> None:
     kernels, codes, scales = Kernels(), torch.zeros(2048, dtype=torch.uint8), torch.zeros(8)
-    plan = implementations.DeviceQuantisePlan(native.QuantisePlan(NUMELS, OFFSETS, 2048, "int8"), kernels)
+    plan = implementations.DeviceQuantisePlan(native.QuantisePlan(NUMELS, OFFSETS, 2048, "int8"), kernels, DEVICE)
     plan.quantise(TENSORS, codes, scales, 1.0, None)
     plan.dequantise(codes, scales, TENSORS, 1.0, True)
     assert kernels.calls[0][1] == kernels.calls[1][3] == addresses.group(TENSORS, torch.float32)
@@ -71,7 +94,7 @@ def test_quantise_is_given_groups_of_addresses() -> None:
 )
 def test_a_wrong_call_reaches_no_kernel(change: dict[str, Any], error: type[Exception]) -> None:
     kernels = Kernels()
-    plan = implementations.DeviceFlattenPlan(native.FlattenPlan(NUMELS, OFFSETS, 2048, torch.float32), kernels)
+    plan = implementations.DeviceFlattenPlan(native.FlattenPlan(NUMELS, OFFSETS, 2048, torch.float32), kernels, DEVICE)
     arguments = {"tensors": TENSORS, "out": torch.zeros(2048), **change}
     with pytest.raises(error):
         plan.flatten(arguments["tensors"], arguments["out"], 0.5, False)
