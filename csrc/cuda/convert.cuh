@@ -11,9 +11,9 @@ __device__ inline RESULT convert(SOURCE source, Compute factor, const RESULT* be
 #if COPY
     return source;
 #else
-    Compute value = static_cast<Compute>(widen(source)) * factor;
+    Compute value = product(to<Compute>(widen(source)), factor);
 #if ACCUMULATE
-    value = static_cast<Compute>(widen(*before)) + value;
+    value = sum(to<Compute>(widen(*before)), value);
 #endif
     RESULT result;
     narrow(value, result);

@@ -6,9 +6,9 @@
 using Wide = ComputeType<RESULT, RESULT>::type;
 
 __device__ inline RESULT decoded(uint8 code, float unit, Wide factor, const RESULT* before) {
-    Wide value = static_cast<Wide>(decode(code) * unit) * factor;
+    Wide value = product(to<Wide>(product(decode(code), unit)), factor);
 #if ACCUMULATE
-    value = static_cast<Wide>(widen(*before)) + value;
+    value = sum(to<Wide>(widen(*before)), value);
 #endif
     RESULT result;
     narrow(value, result);
@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int64 address = ADDRESS_OF(tile.tensor);
     if (address == kAbsent || address == kOther) return;
     RESULT* target = reinterpret_cast<RESULT*>(address) + tile.first;
-    const Wide factor = static_cast<Wide>(scale);
+    const Wide factor = to<Wide>(scale);
     if (tile.valid == kTile && aligned(target)) {
         constexpr int width = 16 / static_cast<int>(sizeof(RESULT)) < 4 ? 4 : 16 / static_cast<int>(sizeof(RESULT));
 #pragma unroll

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) flatten(ADDRESSES, const 
     if (address == kOther) return;
     const SOURCE* source = reinterpret_cast<const SOURCE*>(address) + tile.first;
     RESULT* target = static_cast<RESULT*>(out) + tile.place;
-    const Compute factor = static_cast<Compute>(scale);
+    const Compute factor = to<Compute>(scale);
     const uint32 valid = address == kAbsent ? 0 : tile.valid;
     const auto nothing = [](RESULT) {};
     if (valid == kTile && aligned(source) && aligned(target)) {

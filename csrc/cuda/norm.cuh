@@ -10,27 +10,27 @@ struct Partial {
 
 template <class C>
 struct Norm {
-    C sum = 0;
+    C squares = 0;
     uint32 nonfinite = 0;
 
     __device__ void add(C value) {
-        sum += value * value;
-        nonfinite += value - value == C(0) ? 0u : 1u;
+        squares = sum(squares, product(value, value));
+        nonfinite += difference(value, value) == C(0) ? 0u : 1u;
     }
 
     // Called by every thread of the block; `out` is written by one.
     __device__ void reduce(Partial* out) const {
         __shared__ C sums[kThreads];
         __shared__ uint32 counts[kThreads];
-        sums[threadIdx.x] = sum;
+        sums[threadIdx.x] = squares;
         counts[threadIdx.x] = nonfinite;
         for (uint32 distance = kThreads / 2; distance > 0; distance /= 2) {
             __syncthreads();
             if (threadIdx.x < distance) {
-                sums[threadIdx.x] += sums[threadIdx.x + distance];
+                sums[threadIdx.x] = sum(sums[threadIdx.x], sums[threadIdx.x + distance]);
                 counts[threadIdx.x] += counts[threadIdx.x + distance];
             }
         }
-        if (threadIdx.x == 0) *out = Partial{static_cast<double>(sums[0]), static_cast<double>(counts[0])};
+        if (threadIdx.x == 0) *out = Partial{to<double>(sums[0]), static_cast<double>(counts[0])};
     }
 };

@@ -60,6 +60,59 @@ struct ComputeType<Float64, Float64> {
     using type = double;
 };
 
+// ---- arithmetic ----
+//
+// CuPy has NVRTC compile with -ftz=true, whatever it is told: float's own operators take subnormal numbers for zeros then. These don't.
+
+#if defined(__CUDA_ARCH__)
+__device__ inline float product(float a, float b) {
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ inline float sum(float a, float b) {
+    float result;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ inline float difference(float a, float b) {
+    float result;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ inline double to_double(float value) {
+    double result;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(value));
+    return result;
+}
+__device__ inline float to_float(double value) {
+    float result;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
+    return result;
+}
+#else
+__device__ inline float product(float a, float b) { return a * b; }
+__device__ inline float sum(float a, float b) { return a + b; }
+__device__ inline float difference(float a, float b) { return a - b; }
+__device__ inline double to_double(float value) { return value; }
+__device__ inline float to_float(double value) { return static_cast<float>(value); }
+#endif
+__device__ inline double product(double a, double b) { return a * b; }
+__device__ inline double sum(double a, double b) { return a + b; }
+__device__ inline double difference(double a, double b) { return a - b; }
+
+// A float or double as the other, or as it is.
+template <class To, class From>
+__device__ inline To to(From value) {
+    if constexpr (sizeof(To) == sizeof(From)) {
+        return value;
+    } else if constexpr (sizeof(To) > sizeof(From)) {
+        return to_double(value);
+    } else {
+        return to_float(value);
+    }
+}
+
 // ---- to float ----
 
 __device__ inline float widen(Float32 number) { return number.value; }
@@ -85,7 +138,7 @@ __device__ inline float widen(Float8E5M2 number) { return widen(Float16{static_c
 
 __device__ inline float widen(Float8E4M3 number) {
     const uint32 magnitude = (number.bits & 0x7fu) << 20;
-    const uint32 subnormal = __float_as_uint(__uint_as_float(magnitude + 0x3c800000u) - __uint_as_float(0x3c800000u));
+    const uint32 subnormal = __float_as_uint(difference(__uint_as_float(magnitude + 0x3c800000u), __uint_as_float(0x3c800000u)));
     const uint32 finite = magnitude < 0x00800000u ? subnormal : magnitude + 0x3c000000u;
     return __uint_as_float(((number.bits & 0x80u) << 24) | (magnitude == 0x07f00000u ? 0x7fc00000u : finite));
 }
@@ -93,7 +146,7 @@ __device__ inline float widen(Float8E4M3 number) {
 // ---- from float ----
 
 __device__ inline void narrow(float value, Float32& to) { to.value = value; }
-__device__ inline void narrow(float value, Float64& to) { to.value = value; }
+__device__ inline void narrow(float value, Float64& to) { to.value = to_double(value); }
 __device__ inline void narrow(double value, Float64& to) { to.value = value; }
 
 __device__ inline void narrow(float value, BFloat16& to) {
@@ -110,7 +163,7 @@ __device__ inline uint32 narrow_finite(uint32 magnitude) {
     constexpr int shift = 23 - mantissa_bits;
     constexpr uint32 smallest_normal = static_cast<uint32>(127 + 1 - bias) << 23;
     constexpr uint32 rounder = static_cast<uint32>(127 + 1 - bias + shift) << 23;
-    const uint32 subnormal = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(rounder)) - rounder;
+    const uint32 subnormal = __float_as_uint(sum(__uint_as_float(magnitude), __uint_as_float(rounder))) - rounder;
     const uint32 rebiased = magnitude - (static_cast<uint32>(127 - bias) << 23);
     const uint32 normal = (rebiased + (1u << (shift - 1)) - 1u + ((magnitude >> shift) & 1u)) >> shift;
     return magnitude < smallest_normal ? subnormal : normal;
@@ -146,5 +199,5 @@ __device__ inline void narrow(float value, Float8E4M3& to) {
 
 template <class To>
 __device__ inline void narrow(double value, To& to) {
-    narrow(static_cast<float>(value), to);
+    narrow(to_float(value), to);
 }

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (address == kOther) return;
     const SOURCE* source = reinterpret_cast<const SOURCE*>(address) + tile.first;
     const uint32 valid = address == kAbsent ? 0 : tile.valid;
-    const Wide factor = static_cast<Wide>(scale);
+    const Wide factor = to<Wide>(scale);
     const uint32 lane = threadIdx.x % kLanes, begin = threadIdx.x / kLanes * kBlock;  // this thread's place in its block, and the block's
 
     float values[kSteps][kWidth];
@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (FEEDBACK && begin < tile.written) load(reinterpret_cast<const Float32*>(residual) + tile.place + place, kept);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-            const float value = static_cast<float>(static_cast<Wide>(widen(loaded.numbers[i])) * factor);
-            values[step][i] = FEEDBACK ? value + kept.numbers[i].value : value;
+            const float value = to<float>(product(to<Wide>(widen(loaded.numbers[i])), factor));
+            values[step][i] = FEEDBACK ? sum(value, kept.numbers[i].value) : value;
             const uint32 magnitude = __float_as_uint(values[step][i]) & 0x7fffffffu;
             largest = magnitude > largest ? magnitude : largest;
         }
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (begin >= tile.written) return;
 
     const bool finite = largest < 0x7f800000u;
-    const float unit = __uint_as_float(largest) * kReciprocalOfLargest;
+    const float unit = product(__uint_as_float(largest), kReciprocalOfLargest);
     const bool sent = finite && unit >= kSmallestScale;
     const float reciprocal = sent ? __fdiv_rn(1.0f, unit) : 0.0f;
 #pragma unroll
@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
             const float value = finite ? values[step][i] : 0.0f;
-            encoded.numbers[i].value = encode(value * reciprocal);
-            lost.numbers[i].value = value - decode(encoded.numbers[i].value) * (sent ? unit : 0.0f);
+            encoded.numbers[i].value = encode(product(value, reciprocal));
+            lost.numbers[i].value = difference(value, product(decode(encoded.numbers[i].value), sent ? unit : 0.0f));
         }
         store(reinterpret_cast<Bits8*>(codes) + place, encoded);
         if (FEEDBACK) store(reinterpret_cast<Float32*>(residual) + place, lost);

@@ -39,7 +39,7 @@ struct Coder {
 template <>
 struct Coder<Int8> {
     __device__ static uint8 encode(float value) {
-        const float rounded = (value + 12582912.0f) - 12582912.0f;  // to an integer, ties to even
+        const float rounded = difference(sum(value, 12582912.0f), 12582912.0f);  // to an integer, ties to even
         const float clamped = rounded > 127.0f ? 127.0f : (rounded < -127.0f ? -127.0f : rounded);
         return static_cast<uint8>(static_cast<int>(clamped));
     }

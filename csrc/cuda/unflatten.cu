@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (address == kAbsent || address == kOther) return;
     const SOURCE* source = static_cast<const SOURCE*>(flat) + tile.place;
     RESULT* target = reinterpret_cast<RESULT*>(address) + tile.first;
-    const Compute factor = static_cast<Compute>(scale);
+    const Compute factor = to<Compute>(scale);
 #if NORM
     Norm<ComputeType<RESULT, RESULT>::type> norm;
     const auto visit = [&norm](RESULT number) { norm.add(widen(number)); };

@@ -99,10 +99,10 @@ KERNELS = {
 
 
 def compile_ptx(text: str, macros: dict[str, str | int], target: int, directory: Path) -> tuple[str, str]:
-    """The PTX, and what ptxas says of it."""
+    """The PTX, and what ptxas says of it. CuPy adds -ftz=true to the options of whoever compiles through it."""
     (directory / "kernel.cu").write_text(text)
     defines = [f"-D{name}={value}" for name, value in macros.items()]
-    options = ["-std=c++17", "--fmad=false", f"-arch=sm_{target}", "-Xptxas", "-v", "--keep", f"--keep-dir={directory}", "-cubin"]
+    options = [*cuda_launch.OPTIONS, "-ftz=true", f"-arch=sm_{target}", "-Xptxas", "-v", "--keep", f"--keep-dir={directory}", "-cubin"]
     command = ["nvcc", *options, *defines, "kernel.cu", "-o", "kernel.cubin"]
     run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -114,6 +114,8 @@ def check_compiled(ptx: str, report: str, *, loads: bool = True, stores: bool = 
         assert re.search(r"ld\.global(\.\w+)*\.v4\.[bfus]32", ptx), "no 128-bit load on the aligned path"
     if stores:
         assert re.search(r"st\.global(\.\w+)*\.v4\.[bfus]32", ptx), "no 128-bit store on the aligned path"
+    flushed = re.findall(r"(?:(?:add|sub|mul|fma)\.rn|cvt(?:\.rn)?)\.ftz\S*", ptx)
+    assert not flushed, f"subnormal numbers are taken for zeros by {flushed}"
     for used in re.findall(r"Used (\d+) registers", report):
         assert int(used) <= REGISTERS, report
     assert re.findall(r"(\d+) bytes spill", report), report
@@ -136,6 +138,9 @@ def test_the_check_catches_a_naive_kernel(tmp_path: Path) -> None:
     }"""
     with pytest.raises(AssertionError, match="no 128-bit load"):
         check_compiled(*compile_ptx(naive, {}, 90, tmp_path))
+    flushing = """extern "C" __global__ void scale(const float4* from, float4* to) { to->x = from->x * 0.5f; }"""
+    with pytest.raises(AssertionError, match=r"taken for zeros by \['mul.rn.ftz.f32'\]"):
+        check_compiled(*compile_ptx(flushing, {}, 90, tmp_path), loads=False, stores=False)
     spilling = """extern "C" __global__ void shuffle(const uint4* from, uint4* to, int n) {
         unsigned values[64];
         for (int i = 0; i < 16; ++i) *reinterpret_cast<uint4*>(values + 4 * i) = from[i];
