@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Protocol
 
@@ -51,6 +51,26 @@ def _compiled(file: str, kernel: str, macros: tuple[tuple[str, str | int], ...],
         return cupy.RawModule(code=source(file), options=options, backend="nvrtc").get_function(kernel)
 
 
+class _Handle:
+    """A cudaStream_t, by CUDA's stream protocol."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._number
+
+
+@lru_cache(maxsize=64)
+def _stream(number: int, device: int) -> Any:
+    """CuPy's view of a stream of torch's, whose cudaStream_t is `number`."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # from CuPy 14 on, which gives up ExternalStream
+        return cupy.cuda.Stream.from_external(_Handle(number))
+    return cupy.cuda.ExternalStream(number, device)
+
+
 class CudaLauncher:
     """Launches on one device."""
 
@@ -61,7 +81,7 @@ class CudaLauncher:
         import cupy
 
         function = _compiled(file, kernel, tuple(macros.items()), self._device)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = _stream(torch.cuda.current_stream(self._device).cuda_stream, self._device)
         values = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments)
-        with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream, self._device):
+        with cupy.cuda.Device(self._device), stream:
             function((blocks,), (THREADS,), values)

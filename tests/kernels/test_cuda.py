@@ -151,6 +151,13 @@ def test_the_check_catches_a_naive_kernel(tmp_path: Path) -> None:
         check_compiled(*compile_ptx(spilling, {}, 90, tmp_path))
 
 
+@pytest.mark.filterwarnings("error")
+def test_cupy_is_given_torch_s_stream_without_a_warning() -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    for number in (0, 0x57):
+        assert cuda_launch._stream(number, 0).ptr == number
+
+
 def test_every_source_is_whole_once_its_includes_are_in_place() -> None:
     for file in ("flatten.cu", "unflatten.cu", "norm.cu", "quantise.cu", "dequantise.cu"):
         text = cuda_launch.source(file)
