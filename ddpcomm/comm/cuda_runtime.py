@@ -147,7 +147,8 @@ class TorchCudaRuntime:
         torch.cuda.synchronize(self._device)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with self.on_device():  # torch asks the current device's stream
+            return torch.cuda.is_current_stream_capturing()
 
     def let_others_capture(self) -> None:
         cudart = _cudart()
