@@ -48,7 +48,8 @@ TRANSPORTS = ["shared_memory", "process_group"]
 def check(usages: list[Usage], steps: int, most_blocks_per_step: float) -> None:
     first, last = usages[0], usages[-1]
     assert (last.files, last.threads, last.mappings, last.tensors) == (first.files, first.threads, first.mappings, first.tensors)
-    assert last.shared_bytes <= first.shared_bytes + (64 << 10)
+    # A page a step would show. Staging buffers come as they are needed, when more calls are under way than ever before: each once.
+    assert last.shared_bytes <= first.shared_bytes + (steps << 10)
     assert last.rss_bytes <= first.rss_bytes + (4 << 20)
     assert last.garbage == 0
     assert last.python_blocks - first.python_blocks <= 500 + most_blocks_per_step * steps
