@@ -36,7 +36,7 @@ from ddpcomm.reduction import Reduction
 from ddpcomm.reports import Reporter
 from ddpcomm.settlement import collect_notices, settle, settle_deferred
 from ddpcomm.statistics import Statistics
-from ddpcomm.streams import stream_reader
+from ddpcomm.streams import refuse_capture, stream_reader
 from ddpcomm.timeline import Timeline
 from ddpcomm.tunable import Tunable
 
@@ -221,6 +221,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
 
     def _open_synchronizing(self, *, may_overlap: bool) -> None:
         self.require_usable()
+        refuse_capture(self.communicator.device)
         self.changed = self.parameters.replaced_or_unfrozen()
         if self.changed:
             self._foreign.watch(ParameterSet(self.module, self.ignored).parameters)

@@ -1,4 +1,4 @@
-"""Gradients that were produced on other streams than the one that flattens them. CUDA alone; on the CPU there is nothing to order."""
+"""The streams that gradients are produced and flattened on. CUDA alone; on the CPU there is nothing to order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ddpcomm.errors import ConfigurationError
 
 
 def stream_reader(device: torch.device) -> Callable[[], int] | None:
@@ -35,3 +37,20 @@ def wait_for_producers(streams: Sequence[int], gradients: Sequence[Tensor | None
         for gradient in gradients:
             if gradient is not None:
                 gradient.record_stream(current)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """A graph would replay the all-reduces without what goes with them on the host: status words, time limits, addresses of gradients.
+
+    Raises:
+        ConfigurationError: the current stream of `device` is being captured into a CUDA graph.
+    """
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise ConfigurationError(
+            "this backward is being captured into a CUDA graph, and one that synchronises can't be. Graph parts of the model before it is "
+            "wrapped instead (torch.cuda.make_graphed_callables): their gradients are accumulated outside of the graphs"
+        )

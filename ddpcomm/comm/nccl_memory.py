@@ -106,7 +106,7 @@ class BucketMemory:
 
         Raises:
             ConfigurationError: the mode that was asked for doesn't work on some rank.
-            CommunicationError: another rank didn't come.
+            CommunicationError: another rank didn't come, or the attempt has broken a communicator.
         """
         self._reclaim()
         nbytes = numel * dtype.itemsize
@@ -151,11 +151,28 @@ class BucketMemory:
             if everywhere and block is not None:
                 reason = self._register(block)
                 everywhere, reason = self._agree(not reason, reason)
+                if not everywhere:
+                    self._require_working(reason)
         finally:
             if block is not None and not everywhere:
                 self._deregister(block)
                 self._library.free(block.pointer)
         return block if everywhere else None, reason
+
+    def _require_working(self, reason: str) -> None:
+        """A call that failed can leave a non-blocking communicator in its error for ever (NVIDIA/nccl#2331): there is no falling back then.
+
+        Raises:
+            CommunicationError: so it is on some rank; on all ranks.
+        """
+        broken = next((error for lane in self._lanes if (error := lane.error()) is not None), None)
+        works, why = self._agree(broken is None, str(broken or ""))
+        if not works:
+            other = "registered" if self.mode is MemoryMode.WINDOW else "plain"
+            raise CommunicationError(
+                f"bucket memory could not be registered ({reason}), and libnccl does nothing more after that ({why}). "
+                f'Choose other memory: memory="{other}"'
+            )
 
     def _agree(self, worked: bool, reason: str) -> tuple[bool, str]:
         """Whether it worked on all ranks, and why not."""

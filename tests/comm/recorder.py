@@ -341,3 +341,10 @@ def caught(communicator: NcclCommunicator, seconds: float = 20.0) -> DDPCommErro
             return error
         time.sleep(0.01)
     raise AssertionError("the communicator did not fail")
+
+
+def idle_recorder() -> Recorder:
+    """Of a device that has nothing to do."""
+    recorder = Recorder()
+    recorder.runtime.idle = True
+    return recorder

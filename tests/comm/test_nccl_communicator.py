@@ -1,9 +1,8 @@
-"""One rank of the nccl transport over the recorder: how communicators start and end, their memory, and their calls to libnccl."""
+"""One rank of the nccl transport over the recorder: how communicators start and end, and their calls to libnccl."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from datetime import timedelta
 
@@ -12,17 +11,11 @@ import torch
 
 from ddpcomm.comm.nccl import NcclCommunicator
 from ddpcomm.errors import ClosedError, CommunicationError, ConfigurationError, TransportUnavailableError
-from tests.comm.recorder import AgreeableRendezvous, Recorder, recorded_communicator
+from tests.comm.recorder import AgreeableRendezvous, Recorder, idle_recorder, recorded_communicator
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
 SHORT = timedelta(milliseconds=200)
-
-
-def idle_recorder() -> Recorder:
-    recorder = Recorder()
-    recorder.runtime.idle = True
-    return recorder
 
 
 # ---- its end --------------------------------------------------------------------------------------------------------
@@ -240,93 +233,6 @@ def with_the_wrong_device(context: RankContext) -> None:
     pytest.importorskip("nccl.bindings.nccl")
     with pytest.raises(ConfigurationError, match="needs a CUDA device, got cpu"):
         NcclCommunicator.create(context.process_group, torch.device("cpu"))
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "mode", "reason"),
-    [
-        ((2, 32, 3), "window", ""),
-        ((2, 26, 2), "registered", "libnccl 2.26.2 has no ncclCommWindowRegister"),
-        ((2, 21, 5), "registered", "libnccl 2.21.5 has no ncclCommWindowRegister"),
-    ],
-)
-def test_memory_is_of_the_best_mode_that_the_library_has(version: tuple[int, int, int], mode: str, reason: str) -> None:
-    recorder = idle_recorder()
-    recorder.library.version = version
-    with recorded_communicator(recorder) as communicator:
-        communicator.empty(4, torch.float32)
-        assert (communicator.memory.mode, communicator.memory.reason) == (mode, reason)
-
-
-def test_the_fall_back_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = idle_recorder()
-    recorder.library.no_handle = True
-    with caplog.at_level(logging.INFO), recorded_communicator(recorder) as communicator:
-        for _ in range(3):
-            communicator.empty(4, torch.float32)
-        assert communicator.memory.mode == "plain"
-        assert recorder.library.allocated == {}
-    lines = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
-    assert lines == [
-        "bucket memory falls back to registered: ncclCommWindowRegister does not register memory here",
-        "bucket memory falls back to plain: ncclCommRegister does not register memory here",
-    ]
-
-
-def test_another_rank_s_reason_is_reported() -> None:
-    recorder = idle_recorder()
-    rendezvous = AgreeableRendezvous()
-    with recorded_communicator(recorder, rendezvous) as communicator:
-        rendezvous.objections = ["rank 1 has no NVLink"]
-        communicator.empty(4, torch.float32)
-        assert (communicator.memory.mode, communicator.memory.reason) == ("registered", "rank 1 has no NVLink")
-
-
-@pytest.mark.parametrize("memory", ["window", "registered"])
-def test_memory_that_was_asked_for_and_can_t_be_had_is_an_error(memory: str) -> None:
-    recorder = idle_recorder()
-    recorder.library.no_handle = True
-    with recorded_communicator(recorder, memory=memory) as communicator, pytest.raises(ConfigurationError, match=f'memory="{memory}"'):
-        communicator.empty(4, torch.float32)
-    assert recorder.library.allocated == {}
-
-
-def test_plain_memory_on_request() -> None:
-    recorder = idle_recorder()
-    with recorded_communicator(recorder, memory="plain") as communicator:
-        assert communicator.empty(4, torch.float32).shape == (4,)
-        assert communicator.memory.reason == "chosen by option"
-    assert "allocate" not in recorder.library.calls
-
-
-def test_memory_is_accounted_for() -> None:
-    recorder = idle_recorder()
-    with recorded_communicator(recorder, communicators=2) as communicator:
-        first, second = communicator.empty(4, torch.float32), communicator.empty(6, torch.bfloat16)
-        assert communicator.registered_bytes == 28
-        assert communicator.memory.communicator_bytes == 10
-        part = first[:2]
-        del first, second
-        gc.collect()
-        third = communicator.empty(1, torch.int64)
-        assert communicator.registered_bytes == 24
-        assert recorder.library.calls.count("deregister_window") == 2
-        del part, third
-    recorder = idle_recorder()
-    recorder.library.version = (2, 29, 7)
-    with recorded_communicator(recorder) as communicator:
-        assert communicator.memory.communicator_bytes is None
-
-
-def test_empty_tensors_of_no_elements_need_no_memory() -> None:
-    recorder = idle_recorder()
-    with recorded_communicator(recorder) as communicator:
-        assert communicator.empty(0, torch.float32).shape == (0,)
-        communicator.all_reduce(communicator.empty(0, torch.float32)).wait()
-    assert recorder.library.allocated == {}
 
 
 # ---- fewer ranks ----------------------------------------------------------------------------------------------------

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddpcomm.streams import wait_for_producers
+from ddpcomm import reducer
+from ddpcomm.comm.factory import create_communicator
+from ddpcomm.config import ReducerOptions, bucket_caps
+from ddpcomm.errors import ConfigurationError
+from ddpcomm.streams import refuse_capture, wait_for_producers
 
 DEVICE = torch.device("cuda", 1)
 
@@ -61,3 +68,37 @@ def test_what_was_produced_on_the_current_stream_needs_no_wait(current: Stream) 
     wait([7], [gradient])
     assert current.waits_for == []
     assert gradient.recorded == []
+
+
+def test_a_captured_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == DEVICE)
+    with pytest.raises(ConfigurationError, match="captured into a CUDA graph"):
+        refuse_capture(DEVICE)
+    refuse_capture(torch.device("cuda", 0))
+    refuse_capture(torch.device("cpu"))
+
+
+def test_every_backward_that_synchronises_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(device: torch.device) -> None:
+        asked.append(device)
+        raise ConfigurationError("captured")
+
+    monkeypatch.setattr(reducer, "refuse_capture", refuse)
+    model = nn.Linear(2, 1)
+    communicator = create_communicator(None, "cpu", "fake", world_size=2)
+    averaging = reducer.Reducer(model, communicator, ReducerOptions(bucket_caps(None, None)))
+    with pytest.raises(ConfigurationError, match="captured"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert asked == [torch.device("cpu")]
+    averaging.close()
