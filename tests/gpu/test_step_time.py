@@ -23,4 +23,4 @@ def test_a_short_run_on_gpus(tmp_path: Path) -> None:
     step_time.main([*options, "--output", str(tmp_path)])
     rows = read_rows(tmp_path / "step_time.jsonl")
     assert {row.device for row in rows} == {"cuda"}
-    assert {"ddpcomm nccl", "ddpcomm nccl view", rivals.DATA_PARALLEL, rivals.REPLICATE} <= {row.subject for row in rows}
+    assert {"ddpcomm nccl", "ddpcomm nccl view", *rivals.rivals("cuda")} <= {row.subject for row in rows}

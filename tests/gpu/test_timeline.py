@@ -54,7 +54,7 @@ def test_spans_are_in_order(tmp_path: Path) -> None:
             flatten, reduce, wait = (own[f"{what} {bucket}"] for what in ("flatten", "all-reduce", "wait"))
             assert reduce["tid"].startswith("stream ")
             assert flatten["dur"] > 0
-            assert reduce["dur"] > 0
+            assert reduce["dur"] >= 0  # alone, a rank has nothing to reduce
             assert flatten["ts"] + flatten["dur"] <= reduce["ts"] + 1000  # an event tells no more than half a microsecond
             assert reduce["ts"] + reduce["dur"] <= wait["ts"] + wait["dur"] + 1000
         assert own["backward"]["dur"] > 0
