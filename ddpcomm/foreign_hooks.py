@@ -37,7 +37,7 @@ class ForeignHooks:
     def __init__(self, holds_back: Callable[[], bool]) -> None:
         self._holds_back = weakref.WeakMethod(holds_back)
         self._tables: list[dict[int, Hook]] = []
-        self._seen = -1
+        self._seen: list[tuple[int, int]] = []
         self._waiting: dict[tuple[int, int], tuple[Hook, Tensor]] = {}
         self.in_company = False
         """Whether another reducer averages some of these parameters too, as where two models have a part in common."""
@@ -45,15 +45,15 @@ class ForeignHooks:
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """The parameters to look after from now on. Each must have a hook already, else torch has no table for it."""
         self._tables = [p._post_accumulate_grad_hooks for p in parameters if p._post_accumulate_grad_hooks]
-        self._seen = -1
+        self._seen = []
         self.look()
 
     def look(self) -> None:
-        """Puts doors before hooks that came since the last look. Costs 30 ns a parameter when none did."""
-        count = sum(map(len, self._tables))
-        if count == self._seen:
+        """Puts doors before hooks that came since the last look. Costs 0.1 us a parameter when none did."""
+        seen = [(len(table), next(reversed(table), -1)) for table in self._tables]  # keys only grow: one gone, one come is seen, too
+        if seen == self._seen:
             return
-        self._seen = count
+        self._seen = seen
         self.in_company = False
         for table in self._tables:
             reducers = 0

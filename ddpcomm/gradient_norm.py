@@ -48,21 +48,9 @@ class GradientNorms:
     def statistics(self, parameters: Iterable[Tensor]) -> Tensor:
         """[sum of squares, number of values that are not finite] over the gradients of `parameters`: two float64."""
         present = [parameter for parameter in parameters if parameter.grad is not None]
-        self.wanted = True
-        if self._statistics and self._hold_for(present):
-            device = self._statistics[0].device
-            return torch.stack([each.to(device) for each in self._statistics]).sum(dim=0)
+        # Always measured anew. What a backward has kept can't be trusted: GradScaler.unscale_, collectives and writes through .data change
+        # gradients and bump no version.
         return _statistics([p.grad for p in present if p.grad is not None])
-
-    def _hold_for(self, parameters: Sequence[Tensor]) -> bool:
-        if len(parameters) != len(self._gradients):
-            return False
-        for parameter in parameters:
-            kept = self._gradients.get(id(parameter))
-            gradient = parameter.grad
-            if kept is None or gradient is None or kept[0]() is not gradient or kept[1] != gradient._version:
-                return False
-        return True
 
 
 def _statistics(gradients: Sequence[Tensor]) -> Tensor:

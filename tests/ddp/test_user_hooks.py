@@ -107,3 +107,17 @@ def test_scaled_loss(rank: RankContext) -> None:
         trial.check()
         scaler.step(optimizer)
         scaler.update()
+
+
+@on_two_ranks
+def test_a_hook_exchanged_between_two_backwards(rank: RankContext) -> None:
+    model = nn.Linear(3, 1, bias=False)
+    ddp = DistributedDataParallel(model)
+    for step in range(3):
+        model.zero_grad()
+        seen: list[torch.Tensor] = []
+        handle = model.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+        ddp(torch.full((1, 3), float(2 * rank.rank + step))).sum().backward()
+        handle.remove()
+        assert torch.equal(seen[0], torch.full((1, 3), 1.0 + step))
+    ddp.close()
