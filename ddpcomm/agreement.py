@@ -14,7 +14,7 @@ from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.errors import DDPCommError, RankMismatchError
 from ddpcomm.listing import listed
-from ddpcomm.parameters import ParameterSet
+from ddpcomm.parameters import ParameterSet, gradient_dtype
 
 Signature = tuple[str, str]
 
@@ -69,7 +69,13 @@ class Agreement:
 
 def signatures(parameters: ParameterSet) -> tuple[Signature, ...]:
     """What must be alike on all ranks."""
-    return tuple((m.name, describe(m.parameter)) for m in parameters.managed)
+    return tuple((m.name, describe_parameter(m.parameter)) for m in parameters.managed)
+
+
+def describe_parameter(parameter: Tensor) -> str:
+    """As `describe`, with the dtype of its gradients where that is another."""
+    dtype = gradient_dtype(parameter)
+    return describe(parameter) + (f" and gradients of {dtype}" if dtype != parameter.dtype else "")
 
 
 def describe(tensor: Tensor) -> str:

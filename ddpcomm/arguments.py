@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcomm.argument_checks import check_device, check_flag, check_sequence
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.memory import has_memory
 from ddpcomm.nonfinite import NonFinite, check_choice
 
 
@@ -122,14 +124,21 @@ def check_module(module: nn.Module, ignored: set[str]) -> list[Tensor]:
     """The module's parameters that are not ignored.
 
     Raises:
-        ConfigurationError: none of them takes gradients, or one isn't initialised yet.
+        ConfigurationError: none of them takes gradients, or one, or a buffer, isn't initialised yet or has no memory.
     """
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-    for name, parameter in named:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+    buffers = [(name, b) for name, b in module.named_buffers() if name not in ignored]
+    for name, tensor in named + buffers:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigurationError(
                 f"{name} is not initialised: modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
                 "Run a dummy forward pass to correctly initialize the modules"
+            )
+        if tensor.layout is torch.strided and not has_memory(tensor):
+            raise ConfigurationError(
+                f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory of its own, like a DTensor or a tensor on the meta "
+                "device, and can't be sent to other ranks. Materialise it first; what is sharded over ranks is for FSDP2; or leave it out "
+                "with DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
             )
     if not any(p.requires_grad for _, p in named):
         raise ConfigurationError("DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.")

@@ -1,9 +1,9 @@
 """Finds where an outermost backward begins and ends, without touching the forward's outputs.
 
-A hook on the nodes that made the outputs runs before anything else of the module's backward, in the outermost graph task, also where
-re-entrant checkpoints run graph tasks of their own inside it. The callback that it queues with the engine runs once, when that graph
-task is done. A backward that passes by every output known here is noticed by the first parameter that receives a gradient. That may
-happen inside a nested graph task; then its end is carried outward, task by task.
+A hook on the nodes that made the outputs runs before anything else of the module's backward, in its own graph task, also where
+re-entrant checkpoints run further ones inside it. The callback that it queues with the engine runs once, when that graph task is done:
+at once, too, where the module is trained inside some other backward. A backward that passes by every output known here is noticed by the
+first parameter that receives a gradient. That may happen inside a nested graph task; then its end is carried outward, task by task.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class BackwardWatch:
         self._callback: _EndCallback | None = None
         self._alive: weakref.ref[_EndCallback] | None = None
         self._likely: tuple[Tensor, Node | None] | None = None
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
     # ---- where it begins --------------------------------------------------------------------------------------------
 
@@ -57,20 +58,40 @@ class BackwardWatch:
             if not output.requires_grad:
                 continue
             if output.grad_fn is None:
-                _watch_leaf(me, output, synchronize)
+                self._watch_leaf(output, synchronize)
             else:
                 _watch_node(me, output.grad_fn, synchronize)
 
     def started_by_parameter(self) -> None:
         """A parameter received a gradient while no backward was known: this is the first sign of one."""
-        self._queue()
+        self._queue(carries_outward=True)
+
+    def _watch_leaf(self, leaf: Tensor, synchronize: bool) -> None:
+        """An output without a history, such as a constant that requires grad, or a parameter itself. Its one hook is the last forward's."""
+        me = weakref.ref(self)
+        self._leaves = {key: watched for key, watched in self._leaves.items() if watched[0]() is not None}
+
+        def started(_: Tensor) -> None:
+            owner = me()
+            if owner is not None:
+                owner._unwatch_leaf(leaf_id)
+                owner._started(torch._C._current_autograd_node(), synchronize)
+
+        leaf_id = id(leaf)
+        self._unwatch_leaf(leaf_id)
+        self._leaves[leaf_id] = weakref.ref(leaf), leaf.register_hook(started)  # type: ignore[no-untyped-call]
+
+    def _unwatch_leaf(self, leaf_id: int) -> None:
+        watched = self._leaves.pop(leaf_id, None)
+        if watched is not None:
+            watched[1].remove()
 
     def _started(self, node: Node, synchronize: bool) -> None:
         begin, parameters = self._begin(), self._parameters()
         if begin is None or parameters is None or not self._accumulates(node, parameters()):
             return
         if not self.running:
-            self._queue()
+            self._queue(carries_outward=False)
         begin(synchronize)
 
     def _accumulates(self, node: Node, parameters: Sequence[Tensor]) -> bool:
@@ -101,15 +122,15 @@ class BackwardWatch:
 
     # ---- where it ends ----------------------------------------------------------------------------------------------
 
-    def _queue(self) -> None:
+    def _queue(self, *, carries_outward: bool) -> None:
         _refuse_compiled_autograd()
-        callback = _EndCallback(self)
+        callback = _EndCallback(self, carries_outward)
         self._alive = weakref.ref(callback, _notice_loss(weakref.ref(self)))
         _queue_callback(callback)
 
     def _task_ended(self, callback: _EndCallback) -> None:
         node = torch._C._current_autograd_node()
-        if node is not None and self._carry_outward(node, callback):
+        if callback.carries_outward and node is not None and self._carry_outward(node, callback):
             return
         self._callback = None
         self._alive = None
@@ -138,12 +159,22 @@ class BackwardWatch:
         self._alive = None
         self._callback = None
 
+    def close(self) -> None:
+        """Takes its hooks off leaves, which may outlive the model. Idempotent."""
+        self.forget()
+        for leaf_id in list(self._leaves):
+            self._unwatch_leaf(leaf_id)
+
 
 class _EndCallback:
-    """What the engine calls at the end of a graph task. A graph task that fails drops it uncalled, which is how that is noticed."""
+    """What the engine calls at the end of a graph task. A graph task that fails drops it uncalled, which is how that is noticed.
 
-    def __init__(self, watch: BackwardWatch) -> None:
+    `carries_outward`: whether the backward goes on as long as there is a graph task around the one that has ended.
+    """
+
+    def __init__(self, watch: BackwardWatch, carries_outward: bool) -> None:
         self._watch = watch
+        self.carries_outward = carries_outward
 
     def __call__(self) -> None:
         self._watch._task_ended(self)
@@ -183,18 +214,6 @@ def _watch_node(watch: weakref.ref[BackwardWatch], node: Node, synchronize: bool
             owner._started(running, synchronize)
 
     node.register_prehook(started)
-
-
-def _watch_leaf(watch: weakref.ref[BackwardWatch], leaf: Tensor, synchronize: bool) -> None:
-    """An output without a history, such as a constant that requires grad, or a parameter itself."""
-
-    def started(_: Tensor) -> None:
-        owner = watch()
-        if owner is not None:
-            handle.remove()
-            owner._started(torch._C._current_autograd_node(), synchronize)
-
-    handle = leaf.register_hook(started)  # type: ignore[no-untyped-call]
 
 
 def _accumulator(parameter: Tensor) -> Node | None:

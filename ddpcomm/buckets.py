@@ -13,20 +13,26 @@ from ddpcomm import ops
 from ddpcomm._native import GradientTable
 from ddpcomm.comm.base import Communicator
 from ddpcomm.layout import BucketLayout
-from ddpcomm.native import reader
-from ddpcomm.parameters import ManagedParameter
+from ddpcomm.memory import has_memory
+from ddpcomm.native import DTYPES, reader
+from ddpcomm.parameters import ManagedParameter, gradient_dtype
 
 LEAST_LEFT_BYTES = 64 << 10
 """Gradients from this size on may stay where they are while others read the rest of their bucket. Keeping track of one takes about a
 microsecond."""
 
 
+_NO_DTYPE = (255, 0)
+
+
 @dataclass(frozen=True)
 class Misfit:
-    """A gradient that can't go into its slot: sparse, or of another dtype, device or shape than the parameter was laid out with."""
+    """A gradient that can't go into its slot: sparse, or of another dtype, device or shape than the parameter was laid out with, or a
+    stray, which lies in the memory of a bucket but not in its own slot, where other gradients are written over it."""
 
     parameter: int
-    sparse: bool
+    sparse: bool = False
+    stray: bool = False
 
 
 class Bucket:
@@ -70,11 +76,9 @@ class Bucket:
             dtype,
             device,
         )
-        self._table = GradientTable(reader, self.parameters, self.views)
+        self._table = GradientTable(reader, self.parameters, self.views, [DTYPES.get(m.dtype, _NO_DTYPE) for m in self.members])
         self._gradients: list[Tensor | None] = []
         self._odd: frozenset[int] = frozenset()
-        self.statistics: Tensor | None = None
-        """Of the gradients as last unpacked, if that was asked for and all came from this bucket: see `ops.norm`."""
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -85,9 +89,9 @@ class Bucket:
             What is to be flattened, by slot (what lies in the bucket already among it); what doesn't fit, and is left out; and the
             parameters that have none. Autograd reports those as well, where a function returned no gradient for them.
         """
-        gradients, odd = self._table.gather()
+        gradients, odd, strays = self._table.gather()
         self._gradients, self._odd = gradients, frozenset(odd)
-        if not odd:
+        if not odd and not strays:
             return gradients, [], []
         sources = list(gradients)
         misfits: list[Misfit] = []
@@ -103,7 +107,14 @@ class Bucket:
             else:
                 misfits.append(Misfit(self.slots[position].parameter, sparse=gradient.layout is not torch.strided))
                 sources[position] = None
+        for position in strays:
+            misfits.append(Misfit(self.slots[position].parameter, stray=True))
+            sources[position] = None
         return sources, misfits, absent
+
+    def know(self, buckets: Sequence[Bucket]) -> None:
+        """The buckets, this one among them, in whose memory no gradient may lie but in its own slot."""
+        self._table.know_buckets([(bucket.buffer.data_ptr(), bucket.buffer.nbytes) for bucket in buckets])
 
     def _view(self, position: int) -> Tensor:
         """A slot in the shape that the parameter was laid out with and, where that is dense, with its strides."""
@@ -163,37 +174,38 @@ class Bucket:
         """The reduced flags of the parameters in `layout.flagged`. On CUDA the host waits for them."""
         return [flag != 0 for flag in self.flags.tolist()]
 
-    def unpack(self, used: Sequence[bool], as_view: bool, with_norm: bool = False) -> None:
+    @staticmethod
+    def overlapping(buckets: Sequence[Bucket]) -> list[list[int]]:
+        """By bucket, the positions whose gradients, as `gather` saw them, have memory in common with another one, or with themselves."""
+        return GradientTable.overlapping([bucket._table for bucket in buckets])
+
+    def unpack(self, used: Sequence[bool], as_view: bool, apart: Sequence[int] = ()) -> None:
         """Gives every used parameter its average, as a view of the bucket or in its own tensor; a missing one is made.
 
         Args:
             used: by slot, whether some rank used the parameter.
             as_view: `.grad` becomes the bucket's memory.
-            with_norm: `statistics` are taken.
+            apart: positions that get a new tensor, because what is written to theirs would be written to others' too. Autograd makes such
+                gradients: those of p and q in `p.view(-1) + q.view(-1)` are one.
         """
-        self.statistics = None
-        if with_norm and all(used) and not self._odd:
-            self.statistics = torch.empty(2, dtype=torch.float64, device=self.device)
         if as_view and self.native_format:
             self._table.assign_views(self._gradients, used)
-            if self.statistics is not None:
-                self._data_plan.norm(self.buffer, self.statistics)
             return
-        if not self._odd and all(used):  # nothing is missing, and all is as it is laid out
-            self._plan.unflatten(self.buffer, [*self._gradients, None, None], statistics=self.statistics)
+        if not self._odd and not apart and all(used):  # nothing is missing, and all is as it is laid out
+            self._plan.unflatten(self.buffer, [*self._gradients, None, None])
             return
         targets: list[Tensor | None] = []
         rest: list[int] = []
         for position, gradient in enumerate(self._gradients):
-            plain = gradient is not None and used[position] and position not in self._odd
+            plain = gradient is not None and used[position] and position not in self._odd and position not in apart
             targets.append(gradient if plain else None)
             if used[position] and not plain:
                 rest.append(position)
         self._plan.unflatten(self.buffer, [*targets, None, None])
         for position in rest:
             parameter, view = self.parameters[position], self.views[position]
-            if parameter.grad is None:
-                parameter.grad = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=parameter.device)
+            if parameter.grad is None or position in apart:
+                parameter.grad = torch.empty_strided(view.shape, view.stride(), dtype=gradient_dtype(parameter), device=parameter.device)
             with torch.no_grad():
                 parameter.grad.copy_(view)
 
@@ -222,7 +234,7 @@ class Bucket:
         self.buffer = self.status = self.flags = self.buffer.new_empty(0)
         self.views = []
         self._gradients = []
-        self._table = GradientTable(reader, [], [])
+        self._table = GradientTable(reader, [], [], [])
 
     def lost(self) -> list[int]:
         """The parameters whose `.grad` is no longer what `gather` saw."""
@@ -236,6 +248,7 @@ def _plain(numel: int, dtype: torch.dtype) -> Tensor:
 def _fits(gradient: Tensor, member: ManagedParameter, view: Tensor) -> bool:
     return (
         gradient.layout is torch.strided
+        and has_memory(gradient)
         and gradient.dtype is member.dtype
         and gradient.device == view.device
         and gradient.shape == view.shape

@@ -198,7 +198,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                 options = self._decided_options(self._plan)
                 self._communicator = create_communicator(self.process_group, self._placement.device, transport, **options)
                 if init_sync:
-                    signatures = model_signatures(module, self.parameters_to_ignore, self._describe_options())
+                    # A model that was refused may have nothing to describe, as where parameters aren't initialised yet.
+                    signatures = [] if failure else model_signatures(module, self.parameters_to_ignore, self._describe_options())
                     require_same_model(self._communicator, signatures, failure)
                     self._broadcast_state(with_buffers=sync_buffers_at_init)
                 cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)

@@ -1,59 +1,22 @@
-"""The norm of the gradients, taken while they are written: clipping then costs no pass of its own for it.
+"""The norm of the gradients, and clipping by it.
 
-The first call of `DistributedDataParallel.grad_norm()` reads all gradients; from then on each backward keeps the sum of squares of every
-bucket, which unflatten adds up as the bytes pass, or, where gradients are views of their bucket, one pass over the bucket. What is kept
-counts only as long as the very same gradients are there, unchanged.
+It is measured anew each time, in one pass over the gradients: what a backward might keep can't be trusted, for `GradScaler.unscale_`,
+collectives and writes through `.data` change gradients and bump no version.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ddpcomm import ops
-from ddpcomm.arrangement import Arrangement
 from ddpcomm.errors import NonFiniteGradientError
 
 
-class GradientNorms:
-    """What the last backward kept of its buckets.
-
-    `wanted`: whether backwards are to keep anything.
-    """
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self._statistics: list[Tensor] = []
-        self._gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def keep(self, arrangement: Arrangement) -> None:
-        """Called when a backward has put all its averages in place."""
-        self.forget()
-        buckets = [bucket for bucket in arrangement.buckets if bucket.slots]
-        if not self.wanted or any(bucket.statistics is None for bucket in buckets):
-            return
-        self._statistics = [bucket.statistics for bucket in buckets if bucket.statistics is not None]
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    self._gradients[id(parameter)] = (weakref.ref(parameter.grad), parameter.grad._version)
-
-    def forget(self) -> None:
-        self._statistics = []
-        self._gradients = {}
-
-    def statistics(self, parameters: Iterable[Tensor]) -> Tensor:
-        """[sum of squares, number of values that are not finite] over the gradients of `parameters`: two float64."""
-        present = [parameter for parameter in parameters if parameter.grad is not None]
-        # Always measured anew. What a backward has kept can't be trusted: GradScaler.unscale_, collectives and writes through .data change
-        # gradients and bump no version.
-        return _statistics([p.grad for p in present if p.grad is not None])
-
-
-def _statistics(gradients: Sequence[Tensor]) -> Tensor:
+def gradient_statistics(gradients: Sequence[Tensor]) -> Tensor:
+    """[sum of squares, number of values that are not finite]: two float64, on the first gradient's device."""
     dense = [g.coalesce().values() if g.layout is not torch.strided else g.detach() for g in gradients]
     real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
     by_device: dict[torch.device, list[Tensor]] = {}

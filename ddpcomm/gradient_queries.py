@@ -7,7 +7,7 @@ from math import inf
 from torch import Tensor, nn
 
 from ddpcomm.argument_checks import check_flag, check_number
-from ddpcomm.gradient_norm import clip
+from ddpcomm.gradient_norm import clip, gradient_statistics
 from ddpcomm.reducer import Reducer
 
 
@@ -21,10 +21,9 @@ class GradientQueries(nn.Module):
     def grad_norm(self) -> Tensor:
         """The 2-norm of all parameters' gradients: one float64. Local; after a backward that synchronised it is the same on all ranks.
 
-        From the second call on it costs nothing beside the backward that averaged the gradients, as long as nothing has changed them
-        since: its sum of squares is taken as they are written. On CUDA the host doesn't wait.
+        One pass over the gradients, with a float64 sum. On CUDA the host doesn't wait.
         """
-        return self._reducer.norms.statistics(self.module.parameters())[0].sqrt()
+        return gradient_statistics(self._gradients())[0].sqrt()
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that their 2-norm is at most `max_norm`. Returns the norm before, as `grad_norm` does.
@@ -36,9 +35,11 @@ class GradientQueries(nn.Module):
         if max_norm != inf:  # which only measures
             check_number("max_norm", max_norm, least=0)
         check_flag("error_if_nonfinite", error_if_nonfinite)
-        parameters = list(self.module.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return clip(gradients, self._reducer.norms.statistics(parameters), max_norm, error_if_nonfinite)
+        gradients = self._gradients()
+        return clip(gradients, gradient_statistics(gradients), max_norm, error_if_nonfinite)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def unused_parameters(self) -> dict[str, str]:
         """Parameters that this rank did not use in the last backward that synchronised, and whether others did. Local."""

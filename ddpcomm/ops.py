@@ -14,6 +14,7 @@ A caller that does the same many times makes a plan once: `FlattenPlan`, `Quanti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def unflatten(
 ) -> None:
     """The reverse of `flatten`: fills `tensors` from their places in `flat`, times `scale` and cast to each tensor's dtype.
 
-    Arguments, order of elements and errors as for `flatten`. Entries that are None are skipped.
+    Arguments, order of elements and errors as for `flatten`. Entries that are None are skipped. No two tensors may overlap.
 
     Args:
         statistics: two float64, on the same device, that receive what `norm` returns for the tensors as written. It costs no further pass.
@@ -231,6 +232,10 @@ def _writable(op: str, tensors: Sequence[Tensor | None], may_be_none: bool, devi
     for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=True)):
         if entry is not None and tensor is not None and _is_copy(entry, tensor) and _overlaps_itself(tensor):
             raise ConfigurationError(f"{op}: several elements of tensor {i} share one place in memory; clone it first")
+    written = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, i) for i, t in enumerate(entries) if t is not None and t.numel())
+    for (_, end, one), (begin, _, other) in pairwise(written):
+        if begin < end:
+            raise ConfigurationError(f"{op}: tensors {min(one, other)} and {max(one, other)} overlap in memory; clone one of them first")
     return entries
 
 

@@ -14,6 +14,19 @@ from ddpcomm.layout import ParameterSize
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
+Identity = tuple[int, torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """What autograd casts the parameter's gradient to: `Tensor.grad_dtype`, where torch has it and it names one, or the parameter's own."""
+    named = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    return named if isinstance(named, torch.dtype) else parameter.dtype
+
+
+def _identity(parameter: Tensor) -> Identity:
+    return id(parameter), gradient_dtype(parameter), parameter.device, parameter.shape, parameter.stride()
+
+
 @dataclass(frozen=True)
 class ManagedParameter:
     """A parameter as it was when it was laid out. Two of them are equal when gradients of the one fit the other's place."""
@@ -21,21 +34,19 @@ class ManagedParameter:
     name: str = field(compare=False)
     parameter: Tensor = field(compare=False)
     sparse: bool = field(compare=False, default=False)
-    identity: tuple[int, torch.dtype, torch.device, torch.Size, tuple[int, ...]] = field(init=False)
+    identity: Identity = field(init=False)
 
     def __post_init__(self) -> None:
-        p = self.parameter
-        object.__setattr__(self, "identity", (id(p), p.dtype, p.device, p.shape, p.stride()))
+        object.__setattr__(self, "identity", _identity(self.parameter))
 
     @property
     def unchanged(self) -> bool:
-        """Whether the parameter still has the dtype, device and shape that it was laid out with, and still takes gradients."""
-        p = self.parameter
-        return self.identity == (id(p), p.dtype, p.device, p.shape, p.stride()) and p.requires_grad
+        """Whether gradients of the parameter still have the dtype, device, shape and strides that it was laid out with."""
+        return self.identity == _identity(self.parameter)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it was laid out with."""
+        """The dtype of its gradients that it was laid out with."""
         return self.identity[1]
 
     @property

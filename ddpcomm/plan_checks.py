@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.memory import has_memory
 
 _WIDE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _FLOATS = (*_WIDE, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -53,6 +54,8 @@ class CallCheck:
                 raise TypeError(f"expected a tensor at {i}, got {type(tensor).__name__}")
             if tensor.device != device:
                 raise ValueError(f"tensor {i} is on {tensor.device}, the buffer on {device}")
+            if not has_memory(tensor):
+                raise ValueError(f"tensor {i} has no memory of its own: it wraps other tensors, as DTensor does, or is on no real device")
             if tensor.numel() != numel:
                 raise ValueError(f"tensor {i} has {tensor.numel()} elements, the layout {numel}")
             if not _supported(tensor.dtype, self._dtype, scale, accumulate):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ddpcomm import env, native
 from ddpcomm.argument_checks import check_device
@@ -43,6 +44,11 @@ def choose(op: str, device: torch.device, implementation: str | None) -> str:
         source = "implementation" if implementation else "DDPCOMM_IMPLEMENTATION"
         raise ConfigurationError(f"{op}: {source} is {wanted!r}; on {device} there are {', '.join(available)}")
     return wanted
+
+
+def bump_versions(*tensors: Tensor | None) -> None:
+    """Tells autograd that these were written to, which it can't see: a backward that needs what they held is then an error, not wrong."""
+    increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 class FlattenPlan:
@@ -89,6 +95,7 @@ class FlattenPlan:
             self._plan.flatten(tensors, out, scale, accumulate)
         except (ValueError, TypeError) as error:
             raise typed("flatten", error) from None
+        bump_versions(out)
 
     def flatten_around(
         self, tensors: Sequence[Tensor | None], out: Tensor, skipped: range, least_bytes: int
@@ -99,9 +106,11 @@ class FlattenPlan:
             self.flatten(tensors, out)
             return []
         try:
-            return self._plan.flatten_around(tensors, out, skipped, least_bytes)
+            left = self._plan.flatten_around(tensors, out, skipped, least_bytes)
         except (ValueError, TypeError) as error:
             raise typed("flatten", error) from None
+        bump_versions(out)
+        return left
 
     def unflatten(self, flat: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0, statistics: Tensor | None = None) -> None:
         """Fills `tensors` from their places in `flat`, as `ops.unflatten` does. None entries are skipped."""
@@ -111,12 +120,14 @@ class FlattenPlan:
             self._plan.unflatten(flat, tensors, scale, statistics)
         except (ValueError, TypeError) as error:
             raise typed("unflatten", error) from None
+        bump_versions(*tensors, statistics)
 
     def norm(self, flat: Tensor, statistics: Tensor) -> None:
         """What `unflatten` into tensors of `flat`'s own dtype, with scale 1, would put into `statistics`; nothing is copied."""
         with typed_errors("norm"):
             check_statistics(statistics, self.device)
             self._plan.norm(flat, statistics)
+        bump_versions(statistics)
 
 
 class QuantisePlan:
@@ -152,6 +163,7 @@ class QuantisePlan:
             if residual is not None:
                 check_flat("residual", residual, torch.float32, self._total_numel, self.device)
             self._plan.quantise(tensors, codes, scales, scale, residual)
+        bump_versions(codes, scales, residual)
 
     def dequantise(
         self, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor | None], scale: float = 1.0, accumulate: bool = False
@@ -160,6 +172,7 @@ class QuantisePlan:
         with typed_errors("dequantise"):
             self._check_buffers(codes, scales)
             self._plan.dequantise(codes, scales, tensors, scale, accumulate)
+        bump_versions(*tensors)
 
     def _check_buffers(self, codes: Tensor, scales: Tensor) -> None:
         check_flat("codes", codes, torch.uint8, self._total_numel, self.device)

@@ -25,7 +25,6 @@ from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommunicationError, DDPCommError
 from ddpcomm.failure import Failure
 from ddpcomm.foreign_hooks import ForeignHooks
-from ddpcomm.gradient_norm import GradientNorms
 from ddpcomm.interruption import Interruption
 from ddpcomm.mode import Mode
 from ddpcomm.nonfinite import Screen
@@ -39,6 +38,7 @@ from ddpcomm.statistics import Statistics
 from ddpcomm.streams import refuse_capture, stream_reader
 from ddpcomm.timeline import Timeline
 from ddpcomm.tunable import Tunable
+from ddpcomm.turns import Turn
 
 _DEVICE_LIMIT = timedelta(minutes=30)
 
@@ -89,7 +89,6 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         self.record = Record(self.statistics, keep_counts=options.find_unused_parameters)
         self.after_average: list[Callable[[], None]] = []
         self.wait_for: list[Any] = []
-        self.norms = GradientNorms()
         self.warns_of_unused = not (options.find_unused_parameters or options.static_graph)
         self.late: set[int] = set()
         self.failure: DDPCommError | None = None
@@ -99,6 +98,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         self.deferred: DeferredStatus | None = None
         self._tag = tag
         self._wants_synchronization = wants_synchronization
+        self._turn = Turn()
         self.mode = Mode.IDLE
         self._requested = False
         self.changed = False
@@ -159,7 +159,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
     def close(self) -> None:
         """Takes the hooks off the parameters, forgets a backward under way and lets go of the buckets' memory. Idempotent."""
         self.unhook()
-        self.watch.forget()
+        self.watch.close()
         self._rest()
         self.deferred = None
         self.closed = True
@@ -225,9 +225,9 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         self.changed = self.parameters.replaced_or_unfrozen()
         if self.changed:
             self._foreign.watch(ParameterSet(self.module, self.ignored).parameters)
-        mode = self.mode = Mode.OVERLAPPED if may_overlap and not self.changed else Mode.DELAYED
+        waits_for_another = self._turn.begin(self.communicator.shares_order_with)
+        mode = self.mode = Mode.OVERLAPPED if may_overlap and not self.changed and not waits_for_another else Mode.DELAYED
         self.backwards += 1
-        self.norms.forget()
         self.record.complete = False
         self.statistics.backward_starts()
         self.under_way = self.new_reduction()
@@ -319,6 +319,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
 
     def _rest(self) -> None:
         self.mode = Mode.IDLE
+        self._turn.end()
         if self.under_way is not None:
             self.under_way.failure = None  # its frames hold on to the reduction
         self.under_way = None
@@ -342,7 +343,6 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         for future in self.wait_for:
             future.wait()
         self.wait_for.clear()
-        self.norms.keep(reduction.arrangement)
         self.statistics.buckets_reduced = reduction.launched
         self.statistics.ready_order = self.ready_order()
         self.statistics.communication_ends()

@@ -295,7 +295,6 @@ class Reduction:
     def drop(self) -> None:
         """Makes nothing of the averages."""
         for bucket in self.arrangement.buckets:
-            bucket.statistics = None
             bucket.forget()
 
     def used_somewhere(self, used: Sequence[bool]) -> list[bool]:
@@ -312,17 +311,18 @@ class Reduction:
             result[parameter] = flag
         return result
 
-    def write_back(self, used_somewhere: Sequence[bool], with_norms: bool = False) -> None:
+    def write_back(self, used_somewhere: Sequence[bool]) -> None:
         """Gives every parameter that some rank used its average, and leaves the others as they were.
 
         Args:
             used_somewhere: by parameter.
-            with_norms: buckets keep the norm of what they write.
 
         Raises:
             LostGradientError: a gradient was taken away or exchanged while its bucket was under way.
         """
         everything = all(used_somewhere)
+        into_tensors = [bucket for bucket in self.arrangement.buckets if not (self._as_view and bucket.native_format)]
+        apart = dict(zip(map(id, into_tensors), Bucket.overlapping(into_tensors), strict=True))
         for index, bucket in enumerate(self.arrangement.buckets):
             if not bucket.slots:
                 continue
@@ -330,11 +330,10 @@ class Reduction:
             for position, value in self._kept.get(index, ()):
                 if not used[position]:
                     bucket.views[position].copy_(value)
-            bucket.statistics = None
             if any(used):
                 if self.recording is not None:
                     self.recording.mark("unflatten", index)
-                bucket.unpack(used, self._as_view, with_norms)
+                bucket.unpack(used, self._as_view, apart.get(id(bucket), ()))
                 if self.recording is not None:
                     self.recording.mark("unflattened", index)
             bucket.forget()

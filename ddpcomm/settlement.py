@@ -18,6 +18,7 @@ from ddpcomm.errors import (
 )
 from ddpcomm.layout_check import require_same_layout
 from ddpcomm.listing import listed
+from ddpcomm.memory import has_memory
 from ddpcomm.nonfinite import hear, hear_sparse, refuse
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.reduction import Reduction
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 def collect_notices(reducer: Reducer, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
     """What this rank has to say at the end of a backward."""
     _look_for_lost(reducer, reduction)
+    _look_for_unfit(reducer, reduction)
     _look_at_sparse(reduction, reducer.parameters, fires)
     idle = [index for index, count in enumerate(fires) if not count] if 0 in fires else []
     _look_for_unhooked(reducer, idle)
@@ -57,6 +59,32 @@ def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
             LostGradientError(
                 f"the gradient of {names} was taken away or exchanged during backward, before it was averaged. Use it after "
                 "backward, or in a hook registered with register_post_accumulate_grad_hook, which runs once the average is there"
+            )
+        )
+
+
+def _look_for_unfit(reducer: Reducer, reduction: Reduction) -> None:
+    """What doesn't fit is averaged later, as a newcomer, where its parameter has changed or turned out to be sparse. Else it can't be."""
+    managed = reducer.parameters.managed
+    strays = [managed[misfit.parameter].name for misfit in reduction.misfits if misfit.stray]
+    if strays:
+        reducer.fail_at_end(
+            LostGradientError(
+                f"the gradient of {listed(strays)} lies in a bucket's memory, at another parameter's place, where it was written over: "
+                "with gradient_as_bucket_view=True gradients are views of buckets, so give a parameter another one's gradient as a clone"
+            )
+        )
+    found = [
+        f"{m.name} is {list(m.shape)} {m.dtype} on {m.parameter.device}, its gradient {list(gradient.shape)} {gradient.dtype} on "
+        f"{gradient.device}" + ("" if has_memory(gradient) else f" and a {type(gradient).__name__} without memory of its own")
+        for m in (managed[misfit.parameter] for misfit in reduction.misfits if not misfit.sparse and not misfit.stray)
+        if m.unchanged and (gradient := m.parameter.grad) is not None
+    ]
+    if found:
+        reducer.fail_at_end(
+            LostGradientError(
+                f"these gradients don't fit their parameters: {listed(found, '; ')}. Where gradients are to have another dtype, set "
+                "Parameter.grad_dtype to it, on every rank"
             )
         )
 
@@ -244,7 +272,7 @@ def _put_in_place(
     somewhere = reduction.used_somewhere(used)
     names = reducer.parameters.names
     places = [flag and name not in newcomers for flag, name in zip(somewhere, names, strict=True)] if newcomers else somewhere
-    reduction.write_back(places, with_norms=reducer.norms.wanted)
+    reduction.write_back(places)
     idle = reducer.record.averaged(reduction, reducer.parameters, fires, used, somewhere)
     if idle and reducer.warns_of_unused:
         reducer.warns_of_unused = False

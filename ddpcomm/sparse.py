@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ddpcomm.comm.base import Communicator
+from ddpcomm.parameters import gradient_dtype
 
 
 def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: float, *, void: bool = False) -> bool:
@@ -53,7 +54,7 @@ def _as_sparse(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     if gradient is None:
         return torch.sparse_coo_tensor(
             torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
-            torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
+            torch.empty(0, *parameter.shape[1:], dtype=gradient_dtype(parameter), device=parameter.device),
             parameter.shape,
             is_coalesced=True,
             check_invariants=False,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from ddpcomm.agreement import Signature, describe, require_equal
+from ddpcomm.agreement import Signature, describe, describe_parameter, require_equal
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.errors import DDPCommError
@@ -18,7 +18,7 @@ def model_signatures(module: nn.Module, ignored: Collection[str], options: Mappi
     """Everything that must be alike on all ranks, in order: parameters, buffers, constructor options."""
     found = [(f"option {name}", repr(value)) for name, value in options.items()]
     found += [
-        (name, f"{describe(parameter)}, requires_grad={parameter.requires_grad}, on {parameter.device.type}")
+        (name, f"{describe_parameter(parameter)}, requires_grad={parameter.requires_grad}, on {parameter.device.type}")
         for name, parameter in module.named_parameters()
         if name not in ignored
     ]

@@ -2,7 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tensor.h"
@@ -16,30 +19,58 @@ constexpr std::uint8_t kComplex = 5;  // DLPack's code: a complex gradient is re
 
 class GradientTable {
   public:
-    GradientTable(std::shared_ptr<TensorReader> reader, py::list parameters, py::list views)
+    GradientTable(std::shared_ptr<TensorReader> reader, py::list parameters, py::list views, const std::vector<std::pair<int, int>>& dtypes)
         : reader_(std::move(reader)),
           parameters_(std::move(parameters)),
           views_(std::move(views)),
           grad_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("grad"))),
           is_neg_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("is_neg"))) {
-        if (parameters_.size() != views_.size()) throw py::value_error("there must be as many views as parameters");
-        for (std::size_t i = 0; i < parameters_.size(); ++i) places_.push_back(reader_->describe(views_[i].ptr()));
-        fill_kinds();
+        if (parameters_.size() != views_.size() || parameters_.size() != dtypes.size())
+            throw py::value_error("there must be as many views and dtypes as parameters");
+        for (std::size_t i = 0; i < parameters_.size(); ++i) {
+            places_.push_back(reader_->describe(views_[i].ptr()));
+            slots_.push_back(reader_->span(views_[i].ptr()));
+        }
+        fill_kinds(dtypes);
     }
 
-    // (gradients, odd): every parameter's .grad, and the positions of those that are neither the view itself nor a tensor of the
-    // parameter's dtype and device with the view's strides, or whose view is no longer in its place. None and complex ones are always odd.
-    py::tuple gather() const {
+    // All buckets' memory: (first address, bytes) of each.
+    void know_buckets(const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& buckets) {
+        buckets_.clear();
+        for (const auto& [begin, bytes] : buckets) buckets_.push_back({begin, begin + bytes});
+    }
+
+    // (gradients, odd, strays): every parameter's .grad, and the positions of those that are neither the view itself nor a tensor of the
+    // given dtype and the parameter's device with the view's strides, or whose view is no longer in its place. None and complex ones are
+    // always odd. Strays lie in a bucket, but not in their own slot.
+    py::tuple gather() {
         const py::ssize_t count = static_cast<py::ssize_t>(parameters_.size());
         py::list gradients(count);
-        py::list odd;
+        py::list odd, strays;
+        spans_.assign(parameters_.size(), {});
         for (py::ssize_t i = 0; i < count; ++i) {
             const py::object gradient = grad_of(i);
             const bool is_view = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i);
-            if (gradient.is_none() || !(is_view || is_plain(gradient.ptr(), kinds_[i])) || (views_are_out_ && !is_placed(i))) odd.append(i);
+            const bool is_own = !gradient.is_none() && (is_view || is_plain(gradient.ptr(), i));
+            if (!is_own || (views_are_out_ && !is_placed(i))) odd.append(i);
+            if (!is_view && is_stray(i)) strays.append(i);
             PyList_SET_ITEM(gradients.ptr(), i, gradient.inc_ref().ptr());
         }
-        return py::make_tuple(gradients, odd);
+        return py::make_tuple(gradients, odd, strays);
+    }
+
+    // By table, the positions whose gradients, as `gather` saw them, overlap another one, or have several elements in one place.
+    static std::vector<std::vector<std::size_t>> overlapping(const std::vector<GradientTable*>& tables) {
+        std::vector<Span> spans;
+        for (const GradientTable* table : tables) spans.insert(spans.end(), table->spans_.begin(), table->spans_.end());
+        const std::vector<std::size_t> found = ddpcomm::overlapping(spans);
+        std::vector<std::vector<std::size_t>> by_table(tables.size());
+        std::size_t table = 0, first = 0;
+        for (const std::size_t position : found) {
+            while (position - first >= tables[table]->spans_.size()) first += tables[table++]->spans_.size();
+            by_table[table].push_back(position - first);
+        }
+        return by_table;
     }
 
     // Positions whose .grad is no longer the object that `gather` saw.
@@ -65,9 +96,9 @@ class GradientTable {
     }
 
   private:
-    // A gradient's kind is to have its view's shape and strides, and its parameter's dtype and device. One that never matches stands for
-    // a parameter that isn't described, or is complex.
-    void fill_kinds() {
+    // A gradient's kind is to have its view's shape and strides, the dtype that was given and its parameter's device. One that never
+    // matches stands for a parameter that isn't described, or is complex.
+    void fill_kinds(const std::vector<std::pair<int, int>>& dtypes) {
         std::size_t numbers = 0;
         for (const TensorDescription& view : places_) numbers += 2 * view.shape.size();
         numbers_.reserve(numbers);
@@ -79,7 +110,8 @@ class GradientTable {
             numbers_.insert(numbers_.end(), view.shape.begin(), view.shape.end());
             numbers_.insert(numbers_.end(), view.strides.begin(), view.strides.end());
             const std::int32_t ndim = simple ? static_cast<std::int32_t>(view.shape.size()) : -1;
-            kinds_.push_back({parameter.dtype, parameter.device_type, parameter.device_id, ndim, shape, shape + view.shape.size()});
+            const Dtype dtype{static_cast<std::uint8_t>(dtypes[i].first), static_cast<std::uint8_t>(dtypes[i].second)};
+            kinds_.push_back({dtype, parameter.device_type, parameter.device_id, ndim, shape, shape + view.shape.size()});
         }
     }
 
@@ -92,12 +124,18 @@ class GradientTable {
     // Casting or moving a module gives other memory to the tensors that are its gradients.
     bool is_placed(py::ssize_t i) const { return kinds_[i].ndim >= 0 && reader_->lies_at(PyList_GET_ITEM(views_.ptr(), i), places_[i]); }
 
-    bool is_plain(PyObject* gradient, const TensorKind& kind) const {
-        if (!reader_->matches(gradient, kind)) return false;
+    bool is_plain(PyObject* gradient, std::size_t i) {
+        if (!reader_->matches(gradient, kinds_[i], spans_[i])) return false;
         PyObject* const negative = PyObject_CallMethodNoArgs(gradient, is_neg_.ptr());
         if (!negative) throw py::error_already_set();
         Py_DECREF(negative);
         return negative == Py_False;
+    }
+
+    bool is_stray(std::size_t i) const {
+        const Span& span = spans_[i];
+        const auto meets = [&span](const Span& bucket) { return span.meets(bucket); };
+        return std::any_of(buckets_.begin(), buckets_.end(), meets) && !(span.begin == slots_[i].begin && span.within(slots_[i]));
     }
 
     std::shared_ptr<TensorReader> reader_;
@@ -106,6 +144,9 @@ class GradientTable {
     py::object grad_;
     py::object is_neg_;
     std::vector<TensorDescription> places_;  // of the views
+    std::vector<Span> slots_;                // where the views lay at first
+    std::vector<Span> buckets_;
+    std::vector<Span> spans_;  // of the gradients that `gather` saw and that are not views
     std::vector<TensorKind> kinds_;
     std::vector<std::int64_t> numbers_;  // their shapes and strides: side by side, for the caches' sake
     bool views_are_out_ = false;         // others than the bucket have seen them
@@ -117,9 +158,11 @@ class GradientTable {
 void bind_gradients(py::module_& module) {
     using ddpcomm::GradientTable;
     py::class_<GradientTable>(module, "GradientTable", "The .grad of a bucket's parameters. See ddpcomm.buckets.Bucket.")
-        .def(py::init<std::shared_ptr<ddpcomm::TensorReader>, py::list, py::list>(), py::arg("reader"), py::arg("parameters"),
-             py::arg("views"))
+        .def(py::init<std::shared_ptr<ddpcomm::TensorReader>, py::list, py::list, const std::vector<std::pair<int, int>>&>(),
+             py::arg("reader"), py::arg("parameters"), py::arg("views"), py::arg("dtypes"))
+        .def("know_buckets", &GradientTable::know_buckets, py::arg("buckets"))
         .def("gather", &GradientTable::gather)
+        .def_static("overlapping", &GradientTable::overlapping, py::arg("tables"))
         .def("changed", &GradientTable::changed, py::arg("gradients"))
         .def("hand_out", &GradientTable::hand_out)
         .def("assign_views", &GradientTable::assign_views, py::arg("gradients"), py::arg("flags"));

@@ -10,6 +10,8 @@ namespace py = pybind11;
 namespace ddpcomm {
 namespace {
 
+constexpr const char* kNoMemory = "has no memory of its own: it wraps other tensors, as DTensor does, or is on no real device";
+
 Isa isa_named(const std::string& name) {
     if (name.empty()) return available_isas().front();
     for (Isa isa : available_isas()) {
@@ -37,6 +39,7 @@ TensorView Plan::read_flat(py::handle tensor, const char* name, Dtype dtype, std
         throw std::invalid_argument(the + " has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(numel));
     }
     if (!view.dense) throw std::invalid_argument(the + " is not contiguous");
+    if (!view.data && numel > 0) throw std::invalid_argument(the + " " + kNoMemory);
     return view;
 }
 
@@ -100,6 +103,7 @@ void Plan::check_piece(std::size_t i, const TensorView& view, const void* buffer
             fail("has " + std::to_string(view.numel) + " elements, the layout " + std::to_string(layout_.numels[i])));
     }
     if (!view.dense) throw std::invalid_argument(fail("is not dense in memory; make it contiguous first"));
+    if (!view.data && view.numel > 0) throw std::invalid_argument(fail(kNoMemory));
     const Dtype from = direction == Direction::kIntoBuffer ? view.dtype : layout_.dtype;
     const Dtype to = direction == Direction::kIntoBuffer ? layout_.dtype : view.dtype;
     if (!Copier::supports(from, to, scale, accumulate)) {

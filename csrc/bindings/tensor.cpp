@@ -37,6 +37,15 @@ bool is_dense(std::int32_t ndim, const std::int64_t* shape, const std::int64_t* 
 
 void* data_of(const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
+bool is_empty(const dlpack::Tensor& tensor) {
+    return std::any_of(tensor.shape, tensor.shape + tensor.ndim, [](std::int64_t size) { return size == 0; });
+}
+
+Span span_of_tensor(const dlpack::Tensor& tensor) {
+    if (!tensor.data) return {};
+    return span_of(data_of(tensor), tensor.dtype_bits / 8, tensor.ndim, tensor.shape, tensor.strides);
+}
+
 const dlpack::ExchangeApi* find_api(py::handle tensor_type) {
     if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
     const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -104,14 +113,29 @@ TensorKind TensorDescription::kind() const {
     return {dtype, device_type, device_id, static_cast<std::int32_t>(shape.size()), shape.data(), strides.data()};
 }
 
-bool TensorReader::matches(PyObject* object, const TensorKind& kind) const {
-    if (!api_) return false;
+Span TensorReader::span(PyObject* object) const {
+    if (!api_) return span_by_attributes(object);
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_py_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return {};
+    }
+    return span_of_tensor(tensor);
+}
+
+bool TensorReader::matches(PyObject* object, const TensorKind& kind, Span& span) const {
+    span = {};
+    if (!api_) {
+        span = span_by_attributes(object);
+        return false;
+    }
     dlpack::Tensor tensor;
     if (api_->tensor_from_py_object(object, &tensor) != 0) {
         PyErr_Clear();
         return false;
     }
-    return agrees(tensor, kind);
+    span = span_of_tensor(tensor);
+    return agrees(tensor, kind) && (!span.empty() || is_empty(tensor));
 }
 
 bool TensorReader::lies_at(PyObject* object, const TensorDescription& place) const {
@@ -141,6 +165,20 @@ TensorView TensorReader::read_attributes(PyObject* object) const {
             numel,
             device_of(tensor),
             dense};
+}
+
+Span TensorReader::span_by_attributes(PyObject* object) const {
+    const py::handle tensor(object);
+    try {
+        const auto address = tensor.attr("data_ptr")().cast<std::uintptr_t>();
+        const auto shape = tensor.attr("shape").cast<std::vector<std::int64_t>>();
+        const auto strides = tensor.attr("stride")().cast<std::vector<std::int64_t>>();
+        if (!address) return {};
+        return span_of(reinterpret_cast<const void*>(address), tensor.attr("element_size")().cast<std::int64_t>(),
+                       static_cast<std::int32_t>(shape.size()), shape.data(), strides.data());
+    } catch (const py::error_already_set&) {  // a layout without strides or memory
+        return {};
+    }
 }
 
 }  // namespace ddpcomm

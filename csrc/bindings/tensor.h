@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ddpcomm/dtype.h"
+#include "ddpcomm/span.h"
 #include "dlpack.h"
 
 namespace ddpcomm {
@@ -63,8 +64,11 @@ class TensorReader {
     // Through DLPack alone.
     TensorDescription describe(PyObject* object) const;
 
-    // Whether a tensor is of this kind. Through DLPack alone, else false.
-    bool matches(PyObject* object, const TensorKind& kind) const;
+    // Where a tensor's elements lie. Empty for those that have no memory of their own, such as sparse ones and subclasses that wrap others.
+    Span span(PyObject* object) const;
+
+    // Whether a tensor is of this kind, and has memory where it needs some. Through DLPack alone, else false. `span` becomes as above.
+    bool matches(PyObject* object, const TensorKind& kind, Span& span) const;
 
     // Whether a tensor is all that a description says, and lies where it says. Through DLPack alone, else false.
     bool lies_at(PyObject* object, const TensorDescription& place) const;
@@ -73,6 +77,7 @@ class TensorReader {
 
   private:
     TensorView read_attributes(PyObject* object) const;
+    Span span_by_attributes(PyObject* object) const;
 
     const dlpack::ExchangeApi* api_ = nullptr;
     pybind11::type tensor_type_;

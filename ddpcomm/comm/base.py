@@ -7,13 +7,14 @@ way on every transport, before anything has been sent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ddpcomm.argument_checks import check_integer, check_timeout
 from ddpcomm.comm.cuda_runtime import CudaRuntime, Stream
@@ -79,7 +80,7 @@ class CompletedWork:
 
 class Communicator(ABC):
     """A fixed set of ranks that exchange tensors. Every method that returns a `Work` is collective: all ranks call the same methods, with
-    tensors of the same size and dtype, in the same order.
+    tensors of the same size and dtype, in the same order. What it writes to counts as changed in place for autograd.
 
     Args:
         rank: this rank's number, from 0.
@@ -93,6 +94,8 @@ class Communicator(ABC):
     """Whether "avg" costs no pass over the tensor besides those of "sum"."""
     reads_elsewhere: bool = False
     """Whether `own_share` is ever more than nothing."""
+    shares_order_with: Hashable = None
+    """Communicators for which this is equal, and not None, share one sequence of collectives: all ranks must call them in one order."""
     cuda_runtime: CudaRuntime | None = None
     """Through which it uses streams and events, if it has its own."""
     timer: CollectiveTimer | None = None
@@ -141,7 +144,8 @@ class Communicator(ABC):
         """
         self._check("all_reduce", tensor)
         self._check_op("all_reduce", tensor, op)
-        return self._all_reduce(tensor, op)
+        increment_version(tensor)
+        return self._all_reduce(tensor.detach() if tensor.requires_grad else tensor, op)
 
     def own_share(self, numel: int, dtype: torch.dtype) -> range:
         """The elements of an `empty` tensor of this size that in an all-reduce nobody but this rank reads. Local.
@@ -168,6 +172,7 @@ class Communicator(ABC):
         """
         self._check("all_reduce", tensor)
         self._check_op("all_reduce", tensor, op)
+        increment_version(tensor)
         return self._all_reduce_from(tensor, op, elsewhere, keep) if elsewhere else self._all_reduce(tensor, op)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
@@ -175,13 +180,15 @@ class Communicator(ABC):
         self._check("broadcast", tensor)
         if not 0 <= check_integer("broadcast: source", source) < self.world_size:
             raise ConfigurationError(f"broadcast: source must be a rank from 0 to {self.world_size - 1}, got {source}")
-        return self._broadcast(tensor, source)
+        increment_version(tensor)
+        return self._broadcast(tensor.detach(), source)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """Puts every rank's `tensor`, by rank, into `out`, which has world size times as many elements. Both are contiguous."""
         self._check("all_gather", out, tensor)
         self._check_sizes("all_gather", whole=out, part=tensor, names=("out", "tensor"))
-        return self._all_gather(out, tensor)
+        increment_version(out)
+        return self._all_gather(out.detach(), tensor.detach())
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduces `tensor` over all ranks and leaves rank r with the r-th of world size equal parts, in `out`. Both are contiguous.
@@ -191,7 +198,8 @@ class Communicator(ABC):
         self._check("reduce_scatter", out, tensor)
         self._check_op("reduce_scatter", tensor, op)
         self._check_sizes("reduce_scatter", whole=tensor, part=out, names=("tensor", "out"))
-        return self._reduce_scatter(out, tensor, op)
+        increment_version([out, tensor])
+        return self._reduce_scatter(out.detach(), tensor.detach(), op)
 
     def barrier(self) -> Work:
         """Done when every rank has called it."""

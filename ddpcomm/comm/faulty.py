@@ -49,6 +49,7 @@ class FaultyCommunicator(Communicator):
         super().__init__(inner.rank, inner.world_size, inner.device, inner.timeout)
         self.transport = inner.transport
         self.averages_in_passing = inner.averages_in_passing
+        self.shares_order_with = inner.shares_order_with
         self.inner = inner
         self.calls = 0
         self._faults = {fault.call: fault for fault in faults}

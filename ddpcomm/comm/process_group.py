@@ -76,6 +76,7 @@ class ProcessGroupCommunicator(Communicator):
         process_group = resolve(process_group)
         super().__init__(process_group.rank(), process_group.size(), device, timeout)
         self.process_group = process_group
+        self.shares_order_with = id(process_group)  # which lives as long as this
         self._all_reduce_options: dict[ReduceOp, dist.AllreduceOptions] = {}
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:

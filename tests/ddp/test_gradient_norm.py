@@ -1,4 +1,4 @@
-"""grad_norm and clip_grad_norm_: torch's figures, taken while gradients are written, and never from gradients that have changed."""
+"""grad_norm and clip_grad_norm_: torch's figures, of the gradients as they are at the time."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def test_bad_variables(world: World, monkeypatch: pytest.MonkeyPatch, name: str,
 LOCAL_AND_WITHOUT_ARGUMENTS = {
     "install", "uninstall", "hooks", "ops", "bf16", "fp16", "quantized", "stats", "grad_norm", "unused_parameters", "unsynchronized_parameters",
     "plan", "close", "Communicator.barrier", "Communicator.progress", "Communicator.own_share", "Communicator.others_have_called", "Communicator.reads_elsewhere", "Communicator.announce", "Communicator.check", "Communicator.close", "Communicator.closed",
-    "Work.is_completed", "Communicator.averages_in_passing", "Communicator.cuda_runtime", "Communicator.timer", "Communicator.transport",
+    "Work.is_completed", "Communicator.averages_in_passing", "Communicator.cuda_runtime", "Communicator.timer", "Communicator.transport", "Communicator.shares_order_with",
 }  # fmt: skip
 TORCHS_OWN = (
     set(dir(nn.Module)) | set(dir(torch.nn.parallel.DistributedDataParallel)) | {"shadow_iteration", "take_final_state", "join_hook"}
