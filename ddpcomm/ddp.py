@@ -56,7 +56,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
     which it counts as an instance. Making one is collective, unless `init_sync=False`.
 
     After a backward that synchronises, every trainable parameter's `.grad` is the average over the ranks, bit for bit the same on all of
-    them; or every rank raises the same typed error. A parameter that no rank used keeps its `.grad` as it was.
+    them; or every rank raises the same typed error. A parameter that no rank used keeps its `.grad` as it was. To the other ranks, a rank
+    whose backward raises before it reaches the module's outputs has skipped a step: docs/reliability.md.
 
     Args:
         module: the model, on the device where it is to be trained.
