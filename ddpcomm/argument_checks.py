@@ -60,8 +60,12 @@ def check_flag(name: str, value: Any) -> None:
         raise ConfigurationTypeError(f"{name} must be True or False, got {value!r}")
 
 
+LONGEST = timedelta(days=3650)
+"""Of time limits. Longer ones overflow in some backends, and would end at once."""
+
+
 def check_timeout(name: str, value: Any) -> timedelta:
-    """A time limit.
+    """A time limit, of ten years at most.
 
     Raises:
         ConfigurationTypeError: it is no timedelta.
@@ -71,7 +75,7 @@ def check_timeout(name: str, value: Any) -> timedelta:
         raise ConfigurationTypeError(f"{name} must be a datetime.timedelta, got {value!r}")
     if value <= timedelta(0):
         raise ConfigurationError(f"{name} must be more than 0, got {value}")
-    return value
+    return min(value, LONGEST)
 
 
 def check_path(name: str, value: Any) -> Path:

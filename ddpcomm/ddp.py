@@ -196,6 +196,8 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         self._reports.connect(self.process_group)
         try:
             with self._reports.watching("construction"):
+                if init_sync:
+                    self._require_same_transport(self.process_group)
                 options = self._decided_options(self._plan)
                 self._communicator = create_communicator(self.process_group, self._placement.device, transport, **options)
                 if init_sync:

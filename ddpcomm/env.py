@@ -5,7 +5,7 @@ An argument always wins over a variable. They are read when an object that needs
 | variable | meaning | default |
 |---|---|---|
 | DDPCOMM_TRANSPORT | transport of communicators made with transport="auto" | auto |
-| DDPCOMM_IMPLEMENTATION | implementation of ops.flatten, ops.unflatten: native, triton, cuda, torch | best for the device |
+| DDPCOMM_IMPLEMENTATION | implementation of ops' kernels: native, triton, cuda, torch | best for the device |
 | DDPCOMM_TIMEOUT_SECONDS | time limit of every collective | the process group's own |
 | DDPCOMM_TIMELINE | such as trace.json: ranks record timelines, in files named after it (trace.rank0.json) | none is recorded |
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from ddpcomm.argument_checks import check_timeout
 from ddpcomm.errors import ConfigurationError
 
 
@@ -38,7 +39,7 @@ def read() -> Environment:
         ConfigurationError: a variable holds what it must not.
     """
     return Environment(
-        transport=os.environ.get("DDPCOMM_TRANSPORT", "auto"),
+        transport=os.environ.get("DDPCOMM_TRANSPORT") or "auto",
         implementation=os.environ.get("DDPCOMM_IMPLEMENTATION") or None,
         timeout=_seconds("DDPCOMM_TIMEOUT_SECONDS"),
         timeline=_path("DDPCOMM_TIMELINE"),
@@ -56,14 +57,17 @@ def _seconds(name: str) -> timedelta | None:
     if not seconds > 0:
         raise ConfigurationError(f"{name} must be more than 0, got {text!r}")
     try:
-        return timedelta(seconds=seconds)
-    except OverflowError:
+        limit = timedelta(seconds=seconds)
+    except (OverflowError, ValueError):
         raise ConfigurationError(f"{name} must be a number of seconds that can pass, got {text!r}") from None
+    if not limit:
+        raise ConfigurationError(f"{name} must be a microsecond or more, got {text!r}")
+    return check_timeout(name, limit)
 
 
 def _path(name: str) -> Path | None:
     text = os.environ.get(name)
-    if text and not Path(text).name:
+    if text and (not Path(text).name or Path(text).is_dir()):
         raise ConfigurationError(f"{name} must name a file, got {text!r}")
     return Path(text) if text else None
 

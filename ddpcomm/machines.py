@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ddpcomm.argument_checks import check_integer, check_number
 from ddpcomm.errors import ConfigurationError
 
 # The bandwidths that NCCL itself reckons with (2.30.7, src/graph/topo.h): of one NVLink, one way, and of 100 Gbit/s of network.
@@ -51,6 +52,11 @@ class Machine:
     def __post_init__(self) -> None:
         if self.link not in ("nvlink", "pci"):
             raise ConfigurationError(f"link must be nvlink or pci, got {self.link!r}")
+        for name in ("ranks_per_host", "compute_capability", "multiprocessors"):
+            check_integer(f"{name} of machine {self.name!r}", getattr(self, name), least=0)
+        for name in ("link_bytes_per_second", "network_bytes_per_second", "flops_per_second", "memory_bytes_per_second", "utilisation"):
+            check_number(f"{name} of machine {self.name!r}", getattr(self, name), least=0)
+        check_number(f"imbalance of machine {self.name!r}", self.imbalance)
         for name in ("ranks_per_host", "link_bytes_per_second", "network_bytes_per_second", "utilisation"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} of machine {self.name!r} must be more than 0, got {getattr(self, name)}")
@@ -70,6 +76,8 @@ class Machine:
         Raises:
             ConfigurationError: a name that a machine doesn't have, one that is missing, or a value out of its range.
         """
+        if not isinstance(content, Mapping):
+            raise ConfigurationError(f"a machine is described by an object of names and values, got {content!r}")
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(content) - known):
             raise ConfigurationError(f"a machine has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpcomm.forecast import Forecast
+from ddpcomm.pictures import new_figure, save
 from ddpcomm.simulate import Prediction
 
 if TYPE_CHECKING:
@@ -23,11 +24,9 @@ def draw(curves: Mapping[str, Sequence[Forecast]], steps: Mapping[str, Predictio
         title: above all.
 
     Raises:
-        ImportError: matplotlib is not installed; it comes with the extra `plot`.
+        ConfigurationError: matplotlib is not installed (it comes with the extra `plot`), or doesn't know the file's ending.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7 + 6 * len(steps), 5), layout="constrained")
+    figure = new_figure(7 + 6 * len(steps), 5)
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(1, 1 + len(steps), squeeze=False)[0]
     for name, curve in curves.items():
@@ -40,8 +39,7 @@ def draw(curves: Mapping[str, Sequence[Forecast]], steps: Mapping[str, Predictio
     axes[0].legend(fontsize=8)
     for panel, (name, prediction) in zip(axes[1:], steps.items(), strict=True):
         _gantt(panel, name, prediction)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def _gantt(axes: Axes, name: str, prediction: Prediction) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from ddpcomm.argument_checks import check_timeout
+from ddpcomm.argument_checks import check_integer, check_timeout
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.process_group import resolve
@@ -45,14 +45,14 @@ class Recovery(TransportChoice):
             timeout: time limit of every wait from now on; None means the one that this model was made with.
 
         Raises:
-            ConfigurationTypeError: `timeout` is no timedelta. Nothing was changed.
+            ConfigurationTypeError: `timeout` is no timedelta, or `source` no integer. Nothing was changed.
             ConfigurationError: this process isn't in the group, or `source` is none of its ranks. Nothing was changed.
             RankMismatchError: the ranks' models, options or (without `source`) weights differ; on every rank. Nothing was changed,
                 unless it is only their buckets that differ: then this model can no longer be synchronised.
             CommunicationError: another rank of the new group is lost, or did not arrive in time. Nothing was changed.
         """
         group = resolve(process_group)
-        if source is not None and not 0 <= source < group.size():
+        if source is not None and not 0 <= check_integer("replace_process_group: source", source) < group.size():
             raise ConfigurationError(f"replace_process_group: source must be a rank from 0 to {group.size() - 1}, got {source}")
         limit = self._timeout if timeout is None else check_timeout("timeout", timeout)
         communicator = self._open_communicator({"timeout": limit}, group)

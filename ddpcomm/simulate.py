@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from ddpcomm.argument_checks import check_integer, check_number
 from ddpcomm.cost_model import CostModel
 from ddpcomm.errors import ConfigurationError
 from ddpcomm.layout import Caps, ParameterSize, assign, plan
@@ -48,6 +49,11 @@ class StepProfile:
     rest_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        for index, size in enumerate(self.sizes):
+            check_integer(f"numel of parameter {index}", size.numel, least=0)
+            check_integer(f"element_bytes of parameter {index}", size.element_bytes, least=1)
+        check_number("backward_seconds", self.backward_seconds, least=0)
+        check_number("rest_seconds", self.rest_seconds, least=0)
         if len(self.sizes) != len(self.ready_seconds):
             raise ConfigurationError(f"{len(self.sizes)} parameters, but {len(self.ready_seconds)} times at which they are ready")
         for index, seconds in enumerate(self.ready_seconds):

@@ -49,13 +49,15 @@ def read_step(path: Path) -> StepSource:
         if isinstance(content, list):
             content = {"traceEvents": content}
         return _from_trace(content["traceEvents"]) if "traceEvents" in content else _from_description(content)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigurationError(f"{path} can't be used for a forecast: {what}") from error
 
 
 def _from_description(content: _Event) -> StepSource:
     parameters = content["parameters"]
+    if not parameters:
+        raise ConfigurationError("a step without parameters has nothing to exchange")
     profile = StepProfile(
         sizes=tuple(ParameterSize(int(p["numel"]), int(p.get("element_bytes", 4)), str(p.get("kind", "gradients"))) for p in parameters),
         ready_seconds=tuple(float(p["ready_seconds"]) for p in parameters),

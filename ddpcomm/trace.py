@@ -167,7 +167,7 @@ def read(path: Path) -> list[RankTrace]:
         events = content["traceEvents"]
         names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
         return [_rank_trace(rank, events, names) for rank in about["ranks"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"{path} is no timeline of ddpcomm's ({type(error).__name__}: {error})") from error

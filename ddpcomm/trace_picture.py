@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpcomm.errors import ConfigurationError
+from ddpcomm.pictures import new_figure, save
 from ddpcomm.trace import RankTrace
 from ddpcomm.trace_events import Event, free_lanes
 from ddpcomm.trace_summary import Summary
@@ -32,18 +32,15 @@ def draw(traces: Sequence[RankTrace], summary: Summary, path: Path) -> None:
     """Writes a PNG. Each rank has two lines: what computes, and the all-reduces beside it.
 
     Raises:
-        ConfigurationError: matplotlib is not installed.
+        ConfigurationError: matplotlib is not installed, or doesn't know the file's ending.
         OSError: the file can't be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigurationError(f"pictures need matplotlib: pip install 'ddpcomm[plot]' ({error})") from error
+    figure = new_figure(12.0, 1.8 + 0.9 * len(traces))
+    from matplotlib.patches import Patch
+
     step = typical_step(traces)
     events = {trace.rank: [event for event in trace.events if event["args"]["step"] == step] for trace in traces}
     origin = min(event["ts"] for own in events.values() for event in own)
-    figure = Figure(figsize=(12.0, 1.8 + 0.9 * len(traces)), layout="constrained")
     axes = figure.subplots()
     for line, own in enumerate(events.values()):
         reduces = [event for event in own if event["cat"] == "all_reduce"]
@@ -70,8 +67,7 @@ def draw(traces: Sequence[RankTrace], summary: Summary, path: Path) -> None:
     kinds = [kind for kind in _COLOURS if any(_kind(event) == kind for own in events.values() for event in own)]
     handles = [Patch(color=_COLOURS[kind], label=kind.replace("_", "-")) for kind in kinds]
     figure.legend(handles=handles, ncols=len(kinds), fontsize=8, loc="outside lower center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def _kind(event: Event) -> str:

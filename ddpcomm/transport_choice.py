@@ -11,7 +11,7 @@ from torch import nn
 
 from ddpcomm.arguments import Placement
 from ddpcomm.comm.base import Communicator
-from ddpcomm.comm.factory import create_communicator
+from ddpcomm.comm.factory import TRANSPORTS, create_communicator, require_same_transport
 from ddpcomm.comm.torch_ddp import ProcessGroup
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.reducer import Reducer
@@ -54,6 +54,8 @@ class TransportChoice(nn.Module):
             raise ConfigurationError(
                 f"transport_options can't hold {', '.join(misplaced)}: these are arguments of their own, or the module's"
             )
+        if transport not in TRANSPORTS[:-1]:  # "fake" moves no data: ranks would train apart
+            raise ConfigurationError(f"transport must be one of {', '.join(TRANSPORTS[:-1])}, got {transport!r}")
         self._transport, self._transport_options = transport, dict(options or {})
         self._shares_communicator = False
         self._tunes_options = bool(self._undecided)
@@ -78,7 +80,13 @@ class TransportChoice(nn.Module):
     def _open_communicator(self, options: Mapping[str, Any], process_group: ProcessGroup | None = None) -> Communicator:
         """Another one for the same ranks, or for those of another group. Collective."""
         decided = {**self._decided_options(None), **options}
+        if process_group is not None:  # whose ranks may not have been compared yet
+            self._require_same_transport(process_group)
         return create_communicator(process_group or self.process_group, self._placement.device, self._transport, **decided)
+
+    def _require_same_transport(self, process_group: ProcessGroup) -> None:
+        """Before any transport is set up: ranks that use different ones can't even tell each other so. Collective."""
+        require_same_transport(process_group, self._placement.device, self._transport, self._timeout, self._transport_options)
 
     def _switch_communicator(self, communicator: Communicator) -> None:
         """Goes on by it, over the same ranks; the former stays open. Collective where its `empty` is; no backward may be under way."""

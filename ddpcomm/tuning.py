@@ -121,8 +121,12 @@ class Plan:
                 default_seconds=float(content["default_seconds"]),
                 max_ctas=None if content.get("max_ctas") is None else int(content["max_ctas"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
+        if made.communicators < 1 or (made.max_ctas is not None and made.max_ctas < 1):
+            raise PlanError(
+                f"this plan is damaged: communicators {made.communicators}, max_ctas {made.max_ctas}; there must be one or more"
+            )
         known = {name for name, _ in made.parameters}
         for name in (*made.order, *made.ends):
             if name not in known:

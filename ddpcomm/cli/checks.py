@@ -15,6 +15,7 @@ import torch
 
 from ddpcomm import _native, env, ops
 from ddpcomm.cli.kernel_checks import problem_of_implementation, problem_of_instruction_set
+from ddpcomm.comm.factory import environment_transport
 from ddpcomm.comm.probe import try_transports
 from ddpcomm.comm.segments import allocate, available_bytes
 from ddpcomm.errors import DDPCommError
@@ -50,6 +51,10 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu"), *([torch.device("cuda", 0)] if gpu_count() else [])]
+
+
 def versions() -> Iterator[Check]:
     """What is installed."""
     yield Check("installed", "python", "", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -61,10 +66,12 @@ def versions() -> Iterator[Check]:
     if gpu_count() and absent:
         yield Check("installed", "for GPUs", "missing", f"{', '.join(absent)}; pip install 'ddpcomm[cu13]' or [cu12] brings what fits")
     try:
-        settings = env.read()
-        yield Check(
-            "settings", "transport, implementation", "", f"{settings.transport}, {settings.implementation or 'best for the device'}"
-        )
+        transport, implementation = environment_transport(), env.read().implementation
+        yield Check("settings", "transport, implementation", "", f"{transport}, {implementation or 'best for the device'}")
+        known = {name for device in _devices() for name in ops.implementations("flatten", device)}
+        if implementation is not None and implementation not in known:
+            detail = f"DDPCOMM_IMPLEMENTATION is {implementation!r}; here there are {', '.join(sorted(known))}"
+            yield Check("settings", "implementation", "failed", detail, required=True)
     except DDPCommError as error:
         yield Check("settings", "environment variables", "failed", str(error), required=True)
 
@@ -103,7 +110,7 @@ def shared_memory() -> Iterator[Check]:
 
 def kernels() -> Iterator[Check]:
     """Every implementation of flatten and unflatten for every device here, and every instruction set, against plain torch."""
-    for device in [torch.device("cpu"), *([torch.device("cuda", 0)] if gpu_count() else [])]:
+    for device in _devices():
         for name in ops.implementations("flatten", device):
             yield _kernel(f"{name} on {device.type}", problem_of_implementation(device, name))
     for instruction_set in _native.instruction_sets():

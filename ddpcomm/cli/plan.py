@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ddpcomm.argument_checks import check_number
 from ddpcomm.cli.output import OUTPUT, show_table
 from ddpcomm.errors import ConfigurationError
 from ddpcomm.forecast import COMMUNICATION_BOUND, Forecast, Options, Remedy, communication_bound_from, forecast, remedies
@@ -21,6 +22,7 @@ from ddpcomm.step_source import read_step
 from ddpcomm.workloads import WORKLOADS
 
 _MIB = 1 << 20
+_MOST_MS = 1e9  # eleven days
 
 
 class _Findings(NamedTuple):
@@ -43,7 +45,7 @@ def plan(
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, up to 10000.")] = "8,16,64,256,1024,10000",
     step_ms: Annotated[float | None, typer.Option(help="A measured step on one GPU; else it follows from work and machine.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a GPU, where no step was measured.")] = None,
-    element_bytes: Annotated[int, typer.Option(help="Bytes of a gradient's element.")] = 4,
+    element_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a gradient's element.")] = 4,
     contention: Annotated[float, typer.Option(help="By how much backward slows down beside an all-reduce, 0 to 1.")] = 0.0,
     imbalance: Annotated[float | None, typer.Option(help="Relative standard deviation of the GPUs' speeds.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Where to draw the scaling curve and the buckets.")] = None,
@@ -74,11 +76,15 @@ def _profile(
 ) -> tuple[StepProfile, str]:
     """The step without exchange, and what to call it."""
     if timeline is not None:
+        if step_ms is not None:
+            raise ConfigurationError("--timeline has the step's length in it: leave out --step-ms")
         return read_step(timeline).profile, timeline.name
     if model not in WORKLOADS:
         raise ConfigurationError(f"there is no model {model!r}; there are {', '.join(WORKLOADS)}")
     workload = WORKLOADS[model]()
     if step_ms is not None:
+        if check_number("--step-ms", step_ms, above=0) > _MOST_MS:
+            raise ConfigurationError(f"--step-ms must be {_MOST_MS:g} at most, got {step_ms:g}")
         return workload.profile(step_ms / 1e3, element_bytes), model
     if not place.flops_per_second > 0:
         raise ConfigurationError(f"machine {place.name!r} has no flops_per_second, so that a measured --step-ms is needed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from ddpcomm.argument_checks import check_device, check_timeout
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.process_group import ProcessGroupCommunicator, resolve
-from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError, TransportUnavailableError
+from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError, RankMismatchError, TransportUnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ def create_communicator(
         TransportUnavailableError: the transport that was asked for can't serve these ranks. On every rank.
     """
     environment = env.read()
-    if transport == "auto":
-        transport = environment.transport
     if not isinstance(transport, str) or transport not in TRANSPORTS:
         raise ConfigurationError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if transport == "auto":
+        transport = environment_transport()
     if timeout is not None:
-        check_timeout("timeout", timeout)
+        timeout = check_timeout("timeout", timeout)
     if device is not None:
         device = check_device("device", device)
     if transport == "fake":
@@ -73,6 +73,46 @@ def create_communicator(
         if isinstance(error, ConfigurationTypeError):
             raise
         raise ConfigurationError(f"{transport}: {error}") from error
+
+
+def environment_transport() -> str:
+    """What DDPCOMM_TRANSPORT says.
+
+    Raises:
+        ConfigurationError: it names no transport that moves data.
+    """
+    transport = env.read().transport
+    if transport not in TRANSPORTS[:-1]:
+        raise ConfigurationError(f"DDPCOMM_TRANSPORT must be one of {', '.join(TRANSPORTS[:-1])}, got {transport!r}")
+    return transport
+
+
+def require_same_transport(
+    process_group: dist.ProcessGroup, device: torch.device, transport: str, timeout: timedelta | None, options: Mapping[str, Any]
+) -> None:
+    """Raises on every rank if the ranks are about to use different transports. Collective. Arguments as for `create_communicator`.
+
+    Raises:
+        RankMismatchError: names the transports.
+        CommunicationError: a rank is lost, or did not come in time.
+    """
+    kinds = {kind.type for kind in process_group._device_types}
+    if process_group.size() == 1 or not kinds.intersection((device.type, "cpu")):
+        return
+    environment = env.read()
+    chosen = (environment.transport if transport == "auto" else transport, sorted((name, repr(value)) for name, value in options.items()))
+    over = ProcessGroupCommunicator(process_group, device if device.type in kinds else torch.device("cpu"), timeout or environment.timeout)
+    told = all_gather_objects(over, chosen)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise RankMismatchError(
+                f"rank 0 is to use transport {told[0][0]!r}{_with(told[0][1])}, rank {rank} {other[0]!r}{_with(other[1])}: set transport=, "
+                "transport_options= and DDPCOMM_TRANSPORT alike on every rank"
+            )
+
+
+def _with(options: Sequence[tuple[str, str]]) -> str:
+    return f" with {', '.join(f'{name}={value}' for name, value in options)}" if options else ""
 
 
 def _automatic(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Communicator:

@@ -65,7 +65,7 @@ class HierarchicalWork:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if timeout is not None:
-            check_timeout("wait: timeout", timeout)
+            timeout = check_timeout("wait: timeout", timeout)
         self._communicator.run_until(self, timeout)
 
     def is_completed(self) -> bool:

@@ -36,7 +36,7 @@ class ProcessGroupWork:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if timeout is not None:
-            check_timeout("wait: timeout", timeout)
+            timeout = check_timeout("wait: timeout", timeout)
         if self._done:
             return
         try:

@@ -95,7 +95,7 @@ class SharedMemoryWork:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if timeout is not None:
-            check_timeout("wait: timeout", timeout)
+            timeout = check_timeout("wait: timeout", timeout)
         self._communicator._wait(self._number, timeout)
         self._tensors = ()
 

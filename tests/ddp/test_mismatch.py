@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from ddpcomm import DistributedDataParallel
 from ddpcomm.errors import ConfigurationError, RankMismatchError
+from tests.ddp.models import chain, squares
 from tests.ddp.on_ranks import on_two_ranks
 from tests.ddp.oracle import raises_everywhere
 from tests.ranks import RankContext
@@ -94,3 +97,43 @@ def test_nothing_was_changed_by_a_refusal(rank: RankContext) -> None:
         DistributedDataParallel(model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(("here", "there"), [("auto", "process_group"), ("hierarchical", "shared_memory"), ("process_group", "abc")])
+@on_two_ranks
+def test_transports_that_differ(rank: RankContext, here: str, there: str) -> None:
+    os.environ["DDPCOMM_TRANSPORT"] = there if rank.rank else here
+    try:
+        with pytest.raises(RankMismatchError, match=f"rank 0 is to use transport '{here}', rank 1 '{there}'"):
+            DistributedDataParallel(chain())
+    finally:
+        del os.environ["DDPCOMM_TRANSPORT"]
+    options = {"transport": "shared_memory", "transport_options": {"small_bytes": 128}} if rank.rank else {}
+    with pytest.raises(RankMismatchError, match="rank 1 'shared_memory' with small_bytes=128"):
+        DistributedDataParallel(chain(), **options)
+    DistributedDataParallel(chain()).close()
+
+
+@on_two_ranks
+def test_no_transport_that_moves_nothing(rank: RankContext) -> None:
+    with pytest.raises(ConfigurationError, match=r"transport must be one of auto, .*, nccl, got 'fake'"):
+        DistributedDataParallel(chain(), transport="fake")
+    for value, message in (
+        ("fake", "DDPCOMM_TRANSPORT must be one of .* got 'fake'"),
+        ("auto ", "DDPCOMM_TRANSPORT must be .* got 'auto '"),
+    ):
+        os.environ["DDPCOMM_TRANSPORT"] = value
+        with pytest.raises(ConfigurationError, match=message):
+            DistributedDataParallel(chain())
+    os.environ["DDPCOMM_TRANSPORT"] = ""
+    DistributedDataParallel(chain()).close()
+    del os.environ["DDPCOMM_TRANSPORT"]
+
+
+@on_two_ranks
+def test_a_time_limit_that_never_passes(rank: RankContext) -> None:
+    for transport in ("process_group", "shared_memory"):
+        ddp = DistributedDataParallel(chain(), transport=transport, timeout=timedelta.max)
+        squares(ddp, torch.ones(2, 3)).backward()
+        ddp._communicator.barrier().wait(timedelta.max)
+        ddp.close()
