@@ -191,12 +191,15 @@ def process_group_of(process_group: Any, device_mesh: Any) -> Any:
     """The group that `process_group` or `device_mesh` names.
 
     Raises:
+        ConfigurationTypeError: the mesh is none.
         ConfigurationError: both are given, or the mesh has several dimensions.
     """
     if device_mesh is None:
         return process_group
     if process_group is not None:
         raise ConfigurationError("Cannot specify both process_group and device_mesh arguments.")
+    if not (hasattr(device_mesh, "ndim") and hasattr(device_mesh, "get_group")):
+        raise ConfigurationTypeError(f"device_mesh must be a DeviceMesh, got {device_mesh!r}")
     if device_mesh.ndim != 1:
         raise ConfigurationError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     return device_mesh.get_group(mesh_dim=0)

@@ -12,6 +12,8 @@ from typing import IO, Any
 
 import torch
 
+from ddpcomm.argument_checks import check_path
+
 
 def save_checkpoint(state: Any, path: str | PathLike[str]) -> None:
     """Writes `state` with `torch.save`, so that `path` holds the former file or the whole new one, whatever happens meanwhile. Local:
@@ -22,9 +24,11 @@ def save_checkpoint(state: Any, path: str | PathLike[str]) -> None:
         path: the file. Directories that are missing are made.
 
     Raises:
+        ConfigurationTypeError: `path` is no path.
         OSError: it can't be written; what was there before still is.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    path = check_path("save_checkpoint: path", path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         torch.save(state, file)
 

@@ -110,7 +110,10 @@ def _check_hook(hook: Callable[..., Any]) -> None:
     """Torch's own checks of a hook's annotations."""
     if not callable(hook):
         raise ConfigurationTypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:  # a builtin that tells none
+        return
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation is not inspect.Parameter.empty and "GradBucket" not in str(bucket.annotation):
         raise ConfigurationError("Communication hook: bucket annotation should be dist.GradBucket.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddpcomm import env, native
-from ddpcomm.argument_checks import check_device
+from ddpcomm.argument_checks import check_device, check_integer
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.implementations import flatten_implementation, quantise_implementation
 from ddpcomm.implementations import names as implementation_names
@@ -82,7 +82,7 @@ class FlattenPlan:
         device: torch.device | str,
         implementation: str | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = check_device("FlattenPlan: device", device)
         self.implementation = choose("flatten", self.device, implementation)
         if dtype not in native.DTYPES:
             raise ConfigurationTypeError(f"FlattenPlan: a buffer can't have dtype {dtype}")
@@ -147,7 +147,8 @@ class QuantisePlan:
         code: str = "int8",
         implementation: str | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = check_device("QuantisePlan: device", device)
+        check_integer("QuantisePlan: total_numel", total_numel, least=0)
         self.implementation = choose("quantise", self.device, implementation)
         self._blocks = total_numel // reference.QUANTISED_BLOCK
         self._total_numel = total_numel

@@ -54,8 +54,9 @@ class TransportChoice(nn.Module):
             raise ConfigurationError(
                 f"transport_options can't hold {', '.join(misplaced)}: these are arguments of their own, or the module's"
             )
-        if transport not in TRANSPORTS[:-1]:  # "fake" moves no data: ranks would train apart
-            raise ConfigurationError(f"transport must be one of {', '.join(TRANSPORTS[:-1])}, got {transport!r}")
+        if transport not in TRANSPORTS[:-1]:
+            nothing = ", which moves no data" if transport == "fake" else ""
+            raise ConfigurationError(f"transport must be one of {', '.join(TRANSPORTS[:-1])}, got {transport!r}{nothing}")
         self._transport, self._transport_options = transport, dict(options or {})
         self._shares_communicator = False
         self._tunes_options = bool(self._undecided)

@@ -141,6 +141,7 @@ class Communicator(ABC):
         Raises:
             ConfigurationError, ConfigurationTypeError: the arguments can't be served; nothing was sent.
             ClosedError: the communicator is closed.
+            CommunicationError: it failed, as where the backend can't reduce the dtype (uint16 or float8 over Gloo).
         """
         self._check("all_reduce", tensor)
         self._check_op("all_reduce", tensor, op)
@@ -235,7 +236,8 @@ class Communicator(ABC):
     # ---- its end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back what the communicator holds. Idempotent; not collective. Later calls of anything else raise `ClosedError`."""
+        """Gives back what the communicator holds. Idempotent; not collective. Later collectives and `empty` raise
+        `ClosedError`; what is local (`progress`, `check`, `own_share`, `others_have_called`, `announce`) does not."""
         if not self._closed:
             self._closed = True
             self._close()

@@ -125,6 +125,8 @@ CONSTRUCTOR = [
     row(WRAP, wrap(device_ids="cpu"), TYPE, "device_ids must be a list, got 'cpu'"),
     row(WRAP, wrap(output_device=1), VALUE, "output_device 1"),
     row(WRAP, wrap(process_group="world"), VALUE, "process group that was given"),
+    row(WRAP, wrap(device_mesh=object()), TYPE, "device_mesh must be a DeviceMesh"),
+    row(WRAP, wrap(transport="fake"), VALUE, "moves no data"),
     row(WRAP, lambda w: wrap(process_group=dist.group.WORLD, device_mesh=object())(w), VALUE, "process_group and device_mesh"),
     *(row(WRAP, wrap(bucket_cap_mb=bad), VALUE, f"bucket_cap_mb must be .*{bad}") for bad in (-1, -1e-9, NAN, INF)),
     row(WRAP, wrap(bucket_cap_mb="big"), VALUE, "bucket_cap_mb must be a number of MiB or \"auto\", got 'big'"),
@@ -291,6 +293,8 @@ OPS = [
     row("implementations", lambda w: ops.implementations("flatten", "gpu"), VALUE, "device must name a device"),
     row("is_taken_as_it_is", lambda w: ops.is_taken_as_it_is(5), TYPE, "is_taken_as_it_is: expected a tensor, got int"),  # type: ignore[arg-type]
     row("FlattenPlan", lambda w: ops.FlattenPlan([2], [0], 1, torch.float32, "cpu"), VALUE, "outside the buffer"),
+    row("FlattenPlan", lambda w: ops.FlattenPlan([2], [0], 2, torch.float32, "gpu"), VALUE, "device must name a device"),
+    row("QuantisePlan", lambda w: ops.QuantisePlan([2], [0], "x", "cpu"), TYPE, "total_numel must be an integer"),  # type: ignore[arg-type]
     row("FlattenPlan", lambda w: ops.FlattenPlan([-2], [0], 1, torch.float32, "cpu"), VALUE, "negative"),
     row("FlattenPlan", lambda w: ops.FlattenPlan([2], [0], 2, "float32", "cpu"), TYPE, "dtype float32"),  # type: ignore[arg-type]
     row("FlattenPlan", lambda w: ops.FlattenPlan(["2"], [0], 2, torch.float32, "cpu"), TYPE, "FlattenPlan"),  # type: ignore[list-item]
