@@ -87,7 +87,7 @@ class TransportChoice(nn.Module):
 
     def _require_same_transport(self, process_group: ProcessGroup) -> None:
         """Before any transport is set up: ranks that use different ones can't even tell each other so. Collective."""
-        require_same_transport(process_group, self._placement.device, self._transport, self._timeout, self._transport_options)
+        require_same_transport(process_group, self._transport, self._timeout, self._transport_options)
 
     def _switch_communicator(self, communicator: Communicator) -> None:
         """Goes on by it, over the same ranks; the former stays open. Collective where its `empty` is; no backward may be under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from ddpcomm.argument_checks import check_device, check_timeout
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.comm.process_group import ProcessGroupCommunicator, resolve
+from ddpcomm.comm.rendezvous import Rendezvous
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError, DDPCommError, RankMismatchError, TransportUnavailableError
 
 _log = logging.getLogger(__name__)
@@ -87,32 +88,34 @@ def environment_transport() -> str:
     return transport
 
 
-def require_same_transport(
-    process_group: dist.ProcessGroup, device: torch.device, transport: str, timeout: timedelta | None, options: Mapping[str, Any]
-) -> None:
+def require_same_transport(process_group: dist.ProcessGroup, transport: str, timeout: timedelta | None, options: Mapping[str, Any]) -> None:
     """Raises on every rank if the ranks are about to use different transports. Collective. Arguments as for `create_communicator`.
 
     Raises:
         RankMismatchError: names the transports.
         CommunicationError: a rank is lost, or did not come in time.
     """
-    kinds = {kind.type for kind in process_group._device_types}
-    if process_group.size() == 1 or not kinds.intersection((device.type, "cpu")):
+    if process_group.size() == 1:
         return
     environment = env.read()
-    chosen = (environment.transport if transport == "auto" else transport, sorted((name, repr(value)) for name, value in options.items()))
-    over = ProcessGroupCommunicator(process_group, device if device.type in kinds else torch.device("cpu"), timeout or environment.timeout)
-    told = all_gather_objects(over, chosen)
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise RankMismatchError(
-                f"rank 0 is to use transport {told[0][0]!r}{_with(told[0][1])}, rank {rank} {other[0]!r}{_with(other[1])}: set transport=, "
-                "transport_options= and DDPCOMM_TRANSPORT alike on every rank"
-            )
-
-
-def _with(options: Sequence[tuple[str, str]]) -> str:
-    return f" with {', '.join(f'{name}={value}' for name, value in options)}" if options else ""
+    limit = timeout or environment.timeout
+    names = ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+    chosen = repr(environment.transport if transport == "auto" else transport) + (f" with {names}" if names else "")
+    kinds = {kind.type for kind in process_group._device_types}
+    if "cpu" in kinds:
+        told = all_gather_objects(ProcessGroupCommunicator(process_group, torch.device("cpu"), limit), chosen)
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                raise RankMismatchError(
+                    f"rank 0 is to use transport {told[0]}, rank {rank} {other}: set transport=, transport_options= and DDPCOMM_TRANSPORT "
+                    "alike on every rank"
+                )
+    elif kinds:  # to start a backend for GPUs takes seconds and memory, where it may not be used later
+        try:
+            meeting = Rendezvous.of(process_group, "transport", limit or group_timeout(process_group))
+        except (KeyError, ValueError):  # a group that torch.distributed hasn't made has no store
+            return
+        meeting.check_equal("transport (transport=, transport_options=, DDPCOMM_TRANSPORT)", chosen)
 
 
 def _automatic(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Communicator:

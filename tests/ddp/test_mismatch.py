@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ddpcomm import DistributedDataParallel
+from ddpcomm.comm.factory import require_same_transport
 from ddpcomm.errors import ConfigurationError, RankMismatchError
 from tests.ddp.models import chain, squares
 from tests.ddp.on_ranks import on_two_ranks
@@ -137,3 +139,28 @@ def test_a_time_limit_that_never_passes(rank: RankContext) -> None:
         squares(ddp, torch.ones(2, 3)).backward()
         ddp._communicator.barrier().wait(timedelta.max)
         ddp.close()
+
+
+class ForGpusOnly:
+    """A process group whose backends are for GPUs alone: nothing can be sent over it here."""
+
+    def __init__(self) -> None:
+        self._group = torch.distributed.group.WORLD
+        self._device_types = [torch.device("cuda")]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@on_two_ranks
+def test_transports_are_compared_without_a_backend_for_gpus(rank: RankContext) -> None:
+    world = torch.distributed.group.WORLD
+    group = ForGpusOnly()
+    stores = torch.distributed.distributed_c10d._world.pg_map
+    stores[group] = stores[world]
+    try:
+        require_same_transport(group, "nccl", None, {})
+        with pytest.raises(RankMismatchError, match=r"Rank 0: 'nccl'; rank 1: 'nccl' with max_ctas=4"):
+            require_same_transport(group, "nccl", timedelta(seconds=20), {"max_ctas": 4} if rank.rank else {})
+    finally:
+        del stores[group]
