@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ddpcomm
 from ddpcomm import _native, ops
-from ddpcomm.native import reader
+from ddpcomm.native import DTYPES, reader
 
 ALONE = "all-reduce alone"
 BARE = "bare exchange"
@@ -64,7 +64,7 @@ class BareExchange(Wrapper):
         self.buffer = self.communicator.empty(offsets[-1], torch.float32)
         views = [self.buffer[start : start + p.numel()].view_as(p) for start, p in zip(offsets, parameters, strict=False)]
         self._plan = ops.FlattenPlan(numels, offsets[:-1], offsets[-1], torch.float32, device)
-        self._table = _native.GradientTable(reader, parameters, views)
+        self._table = _native.GradientTable(reader, parameters, views, [DTYPES[p.dtype] for p in parameters])
         self._countdown = _native.Countdown(self._exchange, lambda _: None, None)
         self._countdown.resize(len(parameters))
         self._arm = partial(self._countdown.arm, [1] * len(parameters), [len(parameters)], [0] * len(parameters))
@@ -73,7 +73,7 @@ class BareExchange(Wrapper):
             parameter.register_post_accumulate_grad_hook(self._countdown.hook(index))
 
     def _exchange(self) -> None:
-        gradients, _ = self._table.gather()
+        gradients, _, _ = self._table.gather()
         self._plan.flatten(gradients, self.buffer, 1.0 / self.communicator.world_size)
         self.communicator.all_reduce(self.buffer).wait()
         self._plan.unflatten(self.buffer, gradients)
