@@ -65,7 +65,7 @@ sanitize: setup
 lint: setup
 	$(BIN)/ruff check $(PYTHON_DIRECTORIES)
 	$(BIN)/ruff format --check $(PYTHON_DIRECTORIES)
-	$(BIN)/mypy -p ddpcomm
+	$(BIN)/mypy -p ddpcomm -p bench -p examples -p tools
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run --Werror $(CPP_FILES))
 	$(BIN)/python -m tools.check_imports
 	$(BIN)/python -m tools.check_sources

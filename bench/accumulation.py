@@ -48,7 +48,7 @@ def cycle(model: nn.Module, loss: Callable[[int], Tensor], every: int) -> float:
     """`every` forwards and backwards, of which the last synchronises; seconds of one."""
     started = time.perf_counter()
     for number in range(every):
-        local = model.no_sync() if number < every - 1 and hasattr(model, "no_sync") else nullcontext()
+        local = model.no_sync() if number < every - 1 and isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
         with local:
             (loss(number) / every).backward()
     return (time.perf_counter() - started) / every

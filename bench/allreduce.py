@@ -82,7 +82,7 @@ def rows_of(ranks: int, size_bytes: int, dtype: str, samples: dict[str, list[flo
         }
         case = f"{size_name(size_bytes)} {dtype}"
         sizes = {"bytes": size_bytes}
-        rows.append(Row("allreduce", case, name, "time", "s", ranks, dtype, sizes, **percentiles(times), details=details))  # type: ignore[arg-type]
+        rows.append(Row("allreduce", case, name, "time", "s", ranks, dtype, sizes, **percentiles(times), details=details))
     return rows
 
 

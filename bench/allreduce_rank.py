@@ -129,7 +129,7 @@ def main() -> None:
     rank = mpi.rank if mpi is not None else int(os.environ["RANK"])
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(task["store"], task["ranks"])
+    store = dist.FileStore(task["store"], task["ranks"])  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task["ranks"], timeout=LIMIT)
     results = []
     with create_communicator(transport="shared_memory", timeout=LIMIT) as communicator:

@@ -82,8 +82,10 @@ def rows_of(trials: Sequence[Trial]) -> list[Row]:
             "broken_promises": sum(bool(trial.problems) for trial in own),
             "longest": max(trial.seconds for trial in own),
         }
-        row = ("chaos", case, f"ddpcomm {transport}", "noticed by all", "s", WORLD_SIZE, "float32", {})
-        rows.append(Row(*row, **percentiles([trial.seconds for trial in own]), details=details))  # type: ignore[arg-type]
+        seconds = percentiles([trial.seconds for trial in own])
+        rows.append(
+            Row("chaos", case, f"ddpcomm {transport}", "noticed by all", "s", WORLD_SIZE, "float32", {}, **seconds, details=details)
+        )
     return rows
 
 

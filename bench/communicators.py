@@ -26,7 +26,7 @@ from bench.report import Line, Table, line_chart
 from bench.round_robin import RoundRobin, use
 from bench.rows import Row
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
-from bench.subjects import NONE, TORCH, own_ddp, plain, torch_ddp
+from bench.subjects import NONE, TORCH, plain, torch_ddp
 from ddpcomm.layout import BYTES_PER_MB
 from tests.ranks import RankContext, RankPool
 
@@ -36,7 +36,7 @@ def subject_name(transport: str, count: int) -> str:
 
 
 def wrap_with(module: nn.Module, transport: str, groups: Sequence[dist.ProcessGroup], mib: float) -> nn.Module:
-    model = own_ddp(transport, bucket_cap_mb=mib)(module)
+    model = ddpcomm.DistributedDataParallel(module, transport=transport, bucket_cap_mb=mib)
     use(model, RoundRobin([ddpcomm.create_communicator(group, "cpu", transport) for group in groups]))
     return model
 

@@ -38,7 +38,7 @@ class Comparison:
 
     def row(self) -> Row:
         details: dict[str, Any] = {"published": self.published, "error": self.error}
-        statistics: dict[str, Any] = percentiles([self.predicted])
+        statistics = percentiles([self.predicted])
         return Row(
             *("validate", self.case, "ddpcomm", self.what, self.unit, self.ranks, "float32", {}),
             **statistics,

@@ -57,7 +57,7 @@ class BareExchange(Wrapper):
 
     def __init__(self, module: nn.Module, transport: str) -> None:
         super().__init__(module)
-        parameters = list(module.parameters())
+        parameters: list[Tensor] = list(module.parameters())
         device, numels = parameters[0].device, [p.numel() for p in parameters]
         offsets = [0, *accumulate(numels)]
         self.communicator = ddpcomm.create_communicator(device=device, transport=transport)

@@ -62,7 +62,7 @@ def machine_text(row: Row) -> str:
 
 def section_of(name: str, directory: Path) -> Iterator[str]:
     module = importlib.import_module(f"bench.{name}")
-    question = module.__doc__.splitlines()[0]
+    question = (module.__doc__ or "").splitlines()[0]
     yield f"## {name}\n\n{question} (`python -m bench.{name}`)\n\n![{name}]({name}.png)\n"
     yield from (table.markdown() for table in module.tables(read_rows(directory / f"{name}.jsonl")))
 

@@ -37,9 +37,9 @@ def rows_of(way: str, transport: str, count: int, by_rank: Sequence[Sequence[Usa
         if name == "garbage":
             looks[0] = 0  # the warm-up's: torch imports some of its parts late
         details: dict[str, Any] = {"looks": looks, "growth": looks[-1] - looks[0], "steps": count}
-        row = ("soak", way, f"ddpcomm {transport}", name, UNITS.get(name, "objects"), len(by_rank), "float32", {})
-        rows.append(Row(*row, **percentiles(looks), details=details))  # type: ignore[arg-type]
-        if row[3] == "rss_bytes":
+        unit, ranks = UNITS.get(name, "objects"), len(by_rank)
+        rows.append(Row("soak", way, f"ddpcomm {transport}", name, unit, ranks, "float32", {}, **percentiles(looks), details=details))
+        if name == "rss_bytes":
             sys.stderr.write(f"{way}, ddpcomm {transport}: resident memory grew by {details['growth']} bytes in {count}\n")
     return rows
 

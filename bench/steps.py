@@ -181,7 +181,7 @@ def row_maker(bench: str, case: str, ranks: int, sizes: Mapping[str, int], devic
         subject: str, quantity: str, samples: Sequence[float], unit: str = "s", more_sizes: Mapping[str, int] | None = None, **fields: Any
     ) -> Row:
         all_sizes = {**sizes, **(more_sizes or {})}
-        return Row(bench, case, subject, quantity, unit, ranks, "float32", all_sizes, **percentiles(samples), device=device, **fields)  # type: ignore[arg-type]
+        return Row(bench, case, subject, quantity, unit, ranks, "float32", all_sizes, **percentiles(samples), device=device, **fields)
 
     return make
 

@@ -14,6 +14,7 @@ import argparse
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,11 +93,18 @@ def rows_of(case: Case, transport: str, by_rank: list[dict[str, list[float]]]) -
     sizes = {"tensors": len(parameters), "bytes": sum(p.nbytes for p in parameters)}
     slowest = {subject: np.max([samples[subject] for samples in by_rank], axis=0) for subject in (WITHOUT, WITH)}
     added = np.subtract(slowest[WITH], slowest[WITHOUT])
-    common = {"bench": "timeline", "case": case.name, "unit": "s", "ranks": len(by_rank), "dtype": "float32", "sizes": sizes}
+    common: dict[str, Any] = {
+        "bench": "timeline",
+        "case": case.name,
+        "unit": "s",
+        "ranks": len(by_rank),
+        "dtype": "float32",
+        "sizes": sizes,
+    }
     share = float(np.median(added) / np.median(slowest[WITHOUT]))
     return [
-        Row(subject=transport, quantity="step", **percentiles(slowest[WITHOUT].tolist()), **common),  # type: ignore[arg-type]
-        Row(subject=transport, quantity="timeline", details={"share": share}, **percentiles(added.tolist()), **common),  # type: ignore[arg-type]
+        Row(subject=transport, quantity="step", **percentiles(slowest[WITHOUT].tolist()), **common),
+        Row(subject=transport, quantity="timeline", details={"share": share}, **percentiles(added.tolist()), **common),
     ]
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from bench.report import Table
 from bench.rows import Row, percentiles
 from bench.subjects import twin
 from ddpcomm import ops
+from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.factory import create_communicator
 from ddpcomm.cost_model import MeasuredCost
 from ddpcomm.layout import Caps, ParameterSize
@@ -43,6 +44,10 @@ Samples = dict[str, list[float]]
 def model() -> nn.Module:
     """Layers of a quarter of a MiB, of one and of four."""
     return nn.Sequential(*[layer for pair in pairwise(WIDTHS) for layer in (nn.Linear(*pair), nn.ReLU())])
+
+
+def all_reduce(communicator: Communicator, buffer: Tensor) -> None:
+    communicator.all_reduce(buffer).wait()
 
 
 def measure(context: RankContext, transport: str, rounds: int) -> Samples:
@@ -67,9 +72,9 @@ def measure(context: RankContext, transport: str, rounds: int) -> Samples:
         tasks["flatten"] = lambda: ops.flatten(gradients, flat, scale=0.5)
         tasks["unflatten"] = lambda: ops.unflatten(flat, gradients)
         for name, buffer in buffers.items():
-            tasks[name] = lambda buffer=buffer: communicator.all_reduce(buffer).wait()
+            tasks[name] = partial(all_reduce, communicator, buffer)
         for name, subject in wrapped.items():
-            tasks[name] = lambda subject=subject: step(subject, batch)
+            tasks[name] = partial(step, subject, batch)
         names = list(tasks)
         for number in range(rounds + WARM_UP_ROUNDS):
             if number == WARM_UP_ROUNDS:
@@ -143,7 +148,7 @@ def measured_rows(ranks: Sequence[int], transports: Sequence[str], rounds: int) 
                 by_rank = pool.run(measure, transport, rounds)
                 slowest = slowest_of(by_rank)
                 for cap in CAPS_MIB:
-                    statistics: dict[str, Any] = percentiles(slowest[f"step {cap}"])
+                    statistics = percentiles(slowest[f"step {cap}"])
                     forecast = predicted(by_rank, cap)
                     details = {
                         "predicted": forecast,

@@ -55,12 +55,13 @@ class GPT(nn.Module):
         self.config = config
         self.bytes = nn.Embedding(VOCABULARY, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        blocks = [Block(config) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
         self.apply(self._initialise)
-        for block in self.blocks:  # keeps the variance of the residual stream at one whatever the depth
+        for block in blocks:  # keeps the variance of the residual stream at one whatever the depth
             for layer in (block.attention_out, block.feed_forward[-1]):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
+                nn.init.normal_(layer.get_parameter("weight"), std=0.02 / (2 * config.layers) ** 0.5)
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:

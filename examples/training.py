@@ -105,7 +105,7 @@ def train(
 
 def batches(dataset: Dataset[Tensor], settings: Settings) -> Iterator[Tensor]:
     """This rank's batches, epoch after epoch, each epoch in an order of its own that all ranks agree on."""
-    sampler = DistributedSampler(dataset, shuffle=True, seed=settings.seed, drop_last=True)
+    sampler: DistributedSampler[Tensor] = DistributedSampler(dataset, shuffle=True, seed=settings.seed, drop_last=True)
     loader = DataLoader(dataset, settings.batch_size, sampler=sampler, drop_last=True)
     if len(loader) == 0:
         raise ValueError(f"the corpus is too small for batches of {settings.batch_size} windows on each rank")

@@ -66,6 +66,8 @@ def read_module(path: Path, name: str) -> Module:
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     full_names = {}
     for node in nodes:
+        if not isinstance(node, ast.stmt | ast.expr):
+            continue  # has no line
         for local, used in imported(node, package).items():
             module.imports.setdefault(used, node.lineno)
             full_names[local] = used
@@ -159,10 +161,10 @@ def problems(root: Path) -> Iterator[str]:
         for used, line in module.imports.items():
             if within(used, "ddpcomm") and not within(used, "ddpcomm.kernels"):
                 yield f"{module.path.relative_to(root)}:{line}: imports {used}; kernels import nothing of ddpcomm"
-    for path in files(root / "csrc", ".h", ".cpp", ".cu", ".cuh", ".inc"):
-        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for source in files(root / "csrc", ".h", ".cpp", ".cu", ".cuh", ".inc"):
+        for number, text in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
             if INCLUDE_OF_TORCH.match(text):
-                yield f"{path.relative_to(root)}:{number}: includes torch; csrc takes pointers, sizes and streams"
+                yield f"{source.relative_to(root)}:{number}: includes torch; csrc takes pointers, sizes and streams"
 
 
 if __name__ == "__main__":
