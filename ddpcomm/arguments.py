@@ -15,6 +15,7 @@ from ddpcomm.argument_checks import check_device, check_flag, check_sequence
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.memory import has_memory
+from ddpcomm.named_tensors import named_buffers, named_parameters
 from ddpcomm.nonfinite import NonFinite, check_choice
 
 
@@ -120,25 +121,32 @@ def delayed_names(named: Sequence[tuple[str, Tensor]] | None, hook_parameter: Te
     return [name for name, _ in named or ()]
 
 
+_BY_NAME = "with DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+
+
 def check_module(module: nn.Module, ignored: set[str]) -> list[Tensor]:
     """The module's parameters that are not ignored.
 
     Raises:
-        ConfigurationError: none of them takes gradients, or one, or a buffer, isn't initialised yet or has no memory.
+        ConfigurationError: none of them takes gradients, or one, or a buffer, isn't initialised yet, isn't dense or has no memory.
     """
-    named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-    buffers = [(name, b) for name, b in module.named_buffers() if name not in ignored]
+    named = list(named_parameters(module, ignored))
+    buffers = list(named_buffers(module, ignored).items())
     for name, tensor in named + buffers:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigurationError(
                 f"{name} is not initialised: modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
                 "Run a dummy forward pass to correctly initialize the modules"
             )
-        if tensor.layout is torch.strided and not has_memory(tensor):
+        if tensor.layout is not torch.strided:
+            raise ConfigurationError(
+                f"{name} is {tensor.layout}, which can't be sent to other ranks: keep it dense, or leave it out {_BY_NAME}"
+            )
+        if not has_memory(tensor):
             raise ConfigurationError(
                 f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory of its own, like a DTensor or a tensor on the meta "
                 "device, and can't be sent to other ranks. Materialise it first; what is sharded over ranks is for FSDP2; or leave it out "
-                "with DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+                + _BY_NAME
             )
     if not any(p.requires_grad for _, p in named):
         raise ConfigurationError("DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ddpcomm.errors import ConfigurationError
+from ddpcomm.untraced import untraced
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -60,7 +62,7 @@ class BackwardWatch:
             if output.grad_fn is None:
                 self._watch_leaf(output, synchronize)
             else:
-                _watch_node(me, output.grad_fn, synchronize)
+                output.grad_fn.register_prehook(partial(_node_starts, me, synchronize))
 
     def started_by_parameter(self) -> None:
         """A parameter received a gradient while no backward was known: this is the first sign of one."""
@@ -68,17 +70,11 @@ class BackwardWatch:
 
     def _watch_leaf(self, leaf: Tensor, synchronize: bool) -> None:
         """An output without a history, such as a constant that requires grad, or a parameter itself. Its one hook is the last forward's."""
-        me = weakref.ref(self)
         self._leaves = {key: watched for key, watched in self._leaves.items() if watched[0]() is not None}
-
-        def started(_: Tensor) -> None:
-            owner = me()
-            if owner is not None:
-                owner._unwatch_leaf(leaf_id)
-                owner._started(torch._C._current_autograd_node(), synchronize)
 
         leaf_id = id(leaf)
         self._unwatch_leaf(leaf_id)
+        started = partial(_leaf_starts, weakref.ref(self), leaf_id, synchronize)
         self._leaves[leaf_id] = weakref.ref(leaf), leaf.register_hook(started)  # type: ignore[no-untyped-call]
 
     def _unwatch_leaf(self, leaf_id: int) -> None:
@@ -143,6 +139,7 @@ class BackwardWatch:
         self._callback = callback  # between the two graph tasks nobody else holds it
         handles: list[Any] = []
 
+        @untraced
         def requeue(*_: Any) -> None:
             for handle in handles:
                 handle.remove()
@@ -176,6 +173,7 @@ class _EndCallback:
         self._watch = watch
         self.carries_outward = carries_outward
 
+    @untraced
     def __call__(self) -> None:
         self._watch._task_ended(self)
 
@@ -195,6 +193,7 @@ def _refuse_compiled_autograd() -> None:
 
 
 def _notice_loss(watch: weakref.ref[BackwardWatch]) -> Callable[[weakref.ref[_EndCallback]], None]:
+    @untraced
     def lost(alive: weakref.ref[_EndCallback]) -> None:
         owner = watch()
         if owner is None or owner._alive is not alive:
@@ -206,14 +205,20 @@ def _notice_loss(watch: weakref.ref[BackwardWatch]) -> Callable[[weakref.ref[_En
     return lost
 
 
-def _watch_node(watch: weakref.ref[BackwardWatch], node: Node, synchronize: bool) -> None:
-    def started(_: Any) -> None:
-        owner = watch()
-        running = torch._C._current_autograd_node()
-        if owner is not None and running is not None:
-            owner._started(running, synchronize)
+@untraced
+def _node_starts(watch: weakref.ref[BackwardWatch], synchronize: bool, _: Any) -> None:
+    owner = watch()
+    running = torch._C._current_autograd_node()
+    if owner is not None and running is not None:
+        owner._started(running, synchronize)
 
-    node.register_prehook(started)
+
+@untraced
+def _leaf_starts(watch: weakref.ref[BackwardWatch], leaf_id: int, synchronize: bool, _: Tensor) -> None:
+    owner = watch()
+    if owner is not None:
+        owner._unwatch_leaf(leaf_id)
+        owner._started(torch._C._current_autograd_node(), synchronize)
 
 
 def _accumulator(parameter: Tensor) -> Node | None:

@@ -18,7 +18,8 @@ from ddpcomm.config import ReducerOptions
 from ddpcomm.errors import ConfigurationError, DDPCommError
 from ddpcomm.hook_registration import HookRegistration
 from ddpcomm.layout import BYTES_PER_MB, DEFAULT_BUCKET_MB
-from ddpcomm.module_state import MOST_BYTES, broadcast_tensors, named_buffers
+from ddpcomm.module_state import MOST_BYTES, broadcast_tensors
+from ddpcomm.named_tensors import named_buffers, named_parameters
 from ddpcomm.parameters import ParameterSet
 from ddpcomm.reports import Reporter
 from ddpcomm.torch_reducer import TorchLogger, TorchReducer, logging_data
@@ -119,7 +120,7 @@ class TorchNames(HookRegistration, TransportChoice):
 
     @property
     def _module_parameters(self) -> list[Tensor]:
-        return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        return [p for _, p in named_parameters(self.module, self.parameters_to_ignore)]
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpcomm import _native
 from ddpcomm.arrangement import Arrangement
+from ddpcomm.untraced import untraced
 
 
 class Countdown:
@@ -29,11 +30,13 @@ class Countdown:
         # torch keeps the hooks where Python's garbage collector can't see them: they must not keep their owner alive.
         weak_full, weak_uncounted = weakref.WeakMethod(full), weakref.WeakMethod(uncounted)
 
+        @untraced
         def call_full() -> None:
             call = weak_full()
             if call is not None:
                 call()
 
+        @untraced
         def call_uncounted(index: int) -> None:
             call = weak_uncounted()
             if call is not None:

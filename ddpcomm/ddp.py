@@ -34,7 +34,8 @@ from ddpcomm.gradient_queries import GradientQueries
 from ddpcomm.layout_check import require_same_layout
 from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
-from ddpcomm.module_state import ModuleBuffers, broadcast_tensors, named_buffers
+from ddpcomm.module_state import ModuleBuffers, broadcast_tensors
+from ddpcomm.named_tensors import named_buffers, named_parameters
 from ddpcomm.nonfinite import NonFinite
 from ddpcomm.outputs import find_tensors
 from ddpcomm.recovery import Recovery
@@ -45,6 +46,7 @@ from ddpcomm.step_guard import StepGuard
 from ddpcomm.transport_choice import AUTO
 from ddpcomm.tuning import Plan
 from ddpcomm.uneven_inputs import UnevenInputs
+from ddpcomm.untraced import untraced
 from ddpcomm.verify import model_signatures, require_same_model
 from ddpcomm.whereabouts import FORWARD, OWN_CODE
 
@@ -275,7 +277,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                 self._reports.phase = OWN_CODE
                 raise
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         local = is_local()
         if not local:
@@ -294,7 +296,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         inputs, kwargs = self._short_parameters.cast_inputs((inputs, kwargs))
         return inputs, kwargs
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def _post_forward(self, output: Any) -> Any:
         local = is_local()
         if not local:
@@ -352,7 +354,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
         }
 
     def _broadcast_state(self, source: int = 0, *, with_buffers: bool = True) -> None:
-        parameters = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        parameters = [p.detach() for _, p in named_parameters(self.module, self.parameters_to_ignore)]
         buffers = list(named_buffers(self.module, self.parameters_to_ignore).values()) if with_buffers else []
         broadcast_tensors(self._communicator, parameters + buffers, source, "parameters and buffers")
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ddpcomm.argument_checks import check_flag, check_number
 from ddpcomm.gradient_norm import clip, gradient_statistics
+from ddpcomm.named_tensors import named_parameters
 from ddpcomm.reducer import Reducer
 
 
@@ -48,10 +49,10 @@ class GradientQueries(nn.Module):
     def unsynchronized_parameters(self) -> dict[str, str]:
         """Parameters whose `.grad` is not the average over the ranks, and why. Local."""
         found = self._reducer.record.unsynchronized(self._reducer.parameters)
-        named = self.module.named_parameters()
-        ignored = {name: "ignored by request" for name, p in named if name in self.parameters_to_ignore and p.grad is not None}
-        return {**found, **ignored}
+        looked_after = {id(p) for p in self._reducer.parameters.parameters}
+        left = [(name, p) for name, p in self.module.named_parameters() if name in self.parameters_to_ignore and id(p) not in looked_after]
+        return {**found, **{name: "ignored by request" for name, p in left if p.grad is not None}}
 
     def _unsynchronized_by_id(self) -> dict[int, tuple[str, str]]:
         found = self._reducer.record.unsynchronized(self._reducer.parameters)
-        return {id(p): (name, found[name]) for name, p in self.module.named_parameters() if name in found}
+        return {id(p): (name, found[name]) for name, p in named_parameters(self.module, self.parameters_to_ignore) if name in found}

@@ -8,7 +8,7 @@ another dtype. What goes over the wire is cast as it is flattened. (Torch exchan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
+from ddpcomm.named_tensors import named_buffers, named_parameters
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -64,6 +65,9 @@ class ShortParameters:
         module: whose; hooks are put on all its submodules, for the forwards that checkpoints run again in backward.
         dtype: to run in; None means that it runs as it is.
         ignored: names of parameters to leave alone.
+
+    Raises:
+        ConfigurationError: TorchScript holds parameters of the module.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
@@ -72,6 +76,11 @@ class ShortParameters:
         self._ignored = frozenset(ignored)
         self._recomputing: list[ExitStack] = []
         self._handles: list[Any] = []
+        for name, submodule in module.named_modules() if dtype is not None else ():
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise ConfigurationError(
+                    f"mixed_precision can't cast the parameters of a TorchScript module: {name or 'the module itself'}"
+                )
         for submodule in module.modules() if dtype is not None else ():
             self._handles.append(submodule.register_forward_pre_hook(self._before_recomputation))
             self._handles.append(submodule.register_forward_hook(self._after_recomputation, always_call=True))
@@ -82,23 +91,15 @@ class ShortParameters:
 
     @contextmanager
     def _exchanged(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        left_alone = {id(p) for name, p in self._module.named_parameters() if name in self._ignored} if self._ignored else set()
-        casts: dict[int, Tensor] = {}
-        exchanged: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        own = {id(parameter) for _, parameter in named_parameters(self._module, self._ignored)}
+        # What a forward around this one has put in place of a parameter is no nn.Parameter.
+        parameters = [p for p in part.parameters() if isinstance(p, nn.Parameter) and p.is_floating_point() and id(p) in own]
+        casts = {id(parameter): parameter.to(dtype) for parameter in parameters}
         try:
-            for submodule in part.modules():
-                container: dict[str, Any] = submodule._parameters
-                for name, parameter in container.items():
-                    # A cast, which is no nn.Parameter, is what a forward around this one has put here.
-                    if isinstance(parameter, nn.Parameter) and parameter.is_floating_point() and id(parameter) not in left_alone:
-                        if id(parameter) not in casts:
-                            casts[id(parameter)] = parameter.to(dtype)
-                        container[name] = casts[id(parameter)]
-                        exchanged.append((container, name, parameter))
+            _replace(part, casts)
             yield
         finally:
-            for container, name, parameter in exchanged:
-                container[name] = parameter
+            _replace(part, {id(casts[id(parameter)]): parameter for parameter in parameters})
 
     def cast_inputs(self, inputs: Any) -> Any:
         """The same inputs, floating-point tensors in the module's dtype: in containers, dataclasses and packed sequences."""
@@ -131,6 +132,17 @@ class ShortParameters:
         self._handles.clear()
 
 
+def _replace(part: nn.Module, replacements: Mapping[int, Tensor]) -> None:
+    """Puts tensors in place of others, by their ids, wherever modules keep them: as parameters, as other attributes, and in lists and
+    dictionaries, as RNNs do, which make new lists in their forward."""
+    for module in part.modules():
+        attributes = vars(module)
+        for container in [attributes, *(value for value in attributes.values() if isinstance(value, list | dict))]:
+            for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                if isinstance(value, Tensor) and id(value) in replacements:
+                    container[key] = replacements[id(value)]
+
+
 def _in_backward() -> bool:
     # While torch.compile traces a forward there is no backward; asking would break its graph.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -138,6 +150,6 @@ def _in_backward() -> bool:
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
     """Casts the floating-point buffers for good, as torch does; None leaves them alone."""
-    for name, buffer in module.named_buffers():
-        if dtype is not None and name not in ignored and buffer.is_floating_point():
+    for buffer in named_buffers(module, ignored).values():
+        if dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)

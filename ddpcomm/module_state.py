@@ -10,18 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ddpcomm import ops
-from ddpcomm._native import ContainerWatch
 from ddpcomm.comm.base import Communicator
 from ddpcomm.errors import RankMismatchError
 from ddpcomm.layout import ALIGNMENT_BYTES
+from ddpcomm.named_tensors import TensorWatch, named_buffers
 
 MOST_BYTES = 250 * 1024 * 1024
 _HEADER_BYTES = ALIGNMENT_BYTES
-
-
-def named_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Tensor]:
-    """The buffers as they are now, re-assigned ones too."""
-    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int = 0, names: str = "tensors") -> None:
@@ -118,14 +113,13 @@ class ModuleBuffers:
         self._module = module
         self._ignored = ignored
         self._named: dict[str, Tensor] = {}
-        self._watch: ContainerWatch | None = None
+        self._watch: TensorWatch | None = None
         self._message: Message | None = None
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now. Costs 5 ns a buffer and submodule, unless one came, went or was exchanged."""
         if self._watch is None or self._watch.changed():
-            modules = list(self._module.modules())
-            self._watch = ContainerWatch([m.__dict__ for m in modules], ("_buffers", "_modules"))
+            self._watch = TensorWatch(self._module, "_buffers")
             self._named = named_buffers(self._module, self._ignored)
         return self._named
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ddpcomm._native import ContainerWatch
 from ddpcomm.layout import ParameterSize
+from ddpcomm.named_tensors import TensorWatch, named_parameters
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -77,7 +77,7 @@ class ManagedParameter:
 
 
 class ParameterSet:
-    """The trainable parameters of a module, in registration order, each once, under the first of its names.
+    """The trainable parameters of a module, in registration order, each once (`named_parameters`).
 
     Args:
         module: whose parameters.
@@ -86,22 +86,18 @@ class ParameterSet:
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = (), sparse: Collection[str] = ()) -> None:
-        modules = list(module.modules())
-        declared = {
-            id(m.weight) for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse and isinstance(m.weight, Tensor)
-        }
+        embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        declared = {id(m.weight) for m in embeddings if isinstance(m.weight, Tensor)}
         self.managed: list[ManagedParameter] = []
         self._frozen: list[Tensor] = []
-        for name, parameter in module.named_parameters():
-            if name in ignored:
-                continue
+        for name, parameter in named_parameters(module, ignored):
             if parameter.requires_grad:
                 self.managed.append(ManagedParameter(name, parameter, id(parameter) in declared or name in sparse))
             else:
                 self._frozen.append(parameter)
         self.names = [m.name for m in self.managed]
         self.parameters = [m.parameter for m in self.managed]
-        self._containers = ContainerWatch([m.__dict__ for m in modules], ("_parameters", "_modules"))
+        self._containers = TensorWatch(module, "_parameters")
 
     def replaced_or_unfrozen(self) -> bool:
         """Whether a parameter or submodule came, went or was exchanged, or a frozen parameter was unfrozen.

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpcomm.recording import ALL, StepRecording
 from ddpcomm.reducer import Reducer
 from ddpcomm.timeline import Timeline
+from ddpcomm.untraced import untraced
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def profile_backwards(reducer: Reducer) -> Iterator[list[BackwardProfile]]:
 
 
 def _watch(parameter: Tensor, index: int, timeline: Timeline) -> RemovableHandle:
+    @untraced
     def note(_: Tensor) -> None:
         recording = timeline.under_way
         if recording is not None:

@@ -16,6 +16,7 @@ from ddpcomm.comm.torch_ddp import ProcessGroup
 from ddpcomm.errors import ConfigurationError, RankMismatchError
 from ddpcomm.layout_check import require_same_layout
 from ddpcomm.listing import listed
+from ddpcomm.named_tensors import named_parameters
 from ddpcomm.reports import Reporter
 from ddpcomm.transport_choice import TransportChoice
 from ddpcomm.verify import model_signatures, require_same_model
@@ -91,7 +92,7 @@ def _require_same_weights(communicator: Communicator, module: nn.Module, ignored
     Raises:
         RankMismatchError: names them.
     """
-    mine = {name: _digest(parameter) for name, parameter in module.named_parameters() if name not in ignored}
+    mine = {name: _digest(parameter) for name, parameter in named_parameters(module, ignored)}
     everyone = all_gather_objects(communicator, mine)
     different = [name for name in mine if len({theirs[name] for theirs in everyone}) > 1]
     if different:

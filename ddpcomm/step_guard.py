@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddpcomm.errors import UnsynchronizedGradientError
+from ddpcomm.untraced import untraced
 
 
 class StepGuard:
@@ -24,6 +25,7 @@ class StepGuard:
         self._unsynchronized = weakref.WeakMethod(unsynchronized)  # torch keeps the hook for ever
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
+    @untraced
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
         ask = self._unsynchronized()

@@ -12,6 +12,7 @@ from ddpcomm.agreement import Signature, describe, describe_parameter, require_e
 from ddpcomm.comm.base import Communicator
 from ddpcomm.comm.exchange import all_gather_objects
 from ddpcomm.errors import DDPCommError
+from ddpcomm.named_tensors import named_buffers, named_parameters
 
 
 def model_signatures(module: nn.Module, ignored: Collection[str], options: Mapping[str, object]) -> list[Signature]:
@@ -19,10 +20,9 @@ def model_signatures(module: nn.Module, ignored: Collection[str], options: Mappi
     found = [(f"option {name}", repr(value)) for name, value in options.items()]
     found += [
         (name, f"{describe_parameter(parameter)}, requires_grad={parameter.requires_grad}, on {parameter.device.type}")
-        for name, parameter in module.named_parameters()
-        if name not in ignored
+        for name, parameter in named_parameters(module, ignored)
     ]
-    found += [(f"buffer {name}", describe(buffer)) for name, buffer in module.named_buffers() if name not in ignored]
+    found += [(f"buffer {name}", describe(buffer)) for name, buffer in named_buffers(module, ignored).items()]
     return found
 
 

@@ -224,3 +224,43 @@ def test_reduce_alone(rank: RankContext) -> None:
     assert output.dtype == torch.float32
     output.sum().backward()
     assert not list(differences(ddp.module.first.weight.grad, expected["first.weight"]))
+
+
+class Recurrent(nn.Module):
+    """Keeps parameters in lists and dictionaries of its own, as RNNs do, and another model's, which are not its."""
+
+    def __init__(self, foreign: nn.Parameter) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.LSTM(3, 4, batch_first=True)
+        self.last = nn.Linear(4, 2)
+        self.kept = {"weight": self.last.weight, "bias": [self.last.bias][0]}
+        self.foreign = [foreign]
+        self.met: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.met += [self.foreign[0].dtype, *(w.dtype for w in self.rnn._flat_weights)]
+        return nn.functional.linear(self.rnn(x)[0], self.kept["weight"], self.kept["bias"])
+
+
+@on_two_ranks
+def test_parameters_in_lists_and_dictionaries_are_cast(rank: RankContext) -> None:
+    foreign = nn.Parameter(torch.zeros(2))
+    module = Recurrent(foreign)
+    kept = [*module.rnn._flat_weights, *module.kept.values()]
+    ddp = DistributedDataParallel(module, mixed_precision=BF16)
+    inputs = [torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    output = ddp(inputs[rank.rank])
+    assert output.dtype == torch.bfloat16
+    assert module.met == [torch.float32, *[torch.bfloat16] * 4]
+    assert [id(p) for p in (*module.rnn._flat_weights, *module.kept.values())] == [id(p) for p in kept]
+    output.float().sum().backward()
+    by_rank = []
+    for x in inputs:
+        short = copy.deepcopy(module).bfloat16()
+        short.kept = {"weight": short.last.weight, "bias": short.last.bias}
+        short(x.bfloat16()).float().sum().backward()
+        by_rank.append(gradients(short))
+    expected = {name: sum(g[name] / 2 for g in by_rank).float() for name in by_rank[0]}
+    check_equal(gradients(module), expected, "gradients")
+    ddp.close()
