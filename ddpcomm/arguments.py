@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ddpcomm.argument_checks import check_device, check_flag, check_sequence
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
-from ddpcomm.memory import has_memory
+from ddpcomm.memory import has_memory, has_place_for_each
 from ddpcomm.named_tensors import named_buffers, named_parameters
 from ddpcomm.nonfinite import NonFinite, check_choice
 
@@ -128,7 +128,7 @@ def check_module(module: nn.Module, ignored: set[str]) -> list[Tensor]:
     """The module's parameters that are not ignored.
 
     Raises:
-        ConfigurationError: none of them takes gradients, or one, or a buffer, isn't initialised yet, isn't dense or has no memory.
+        ConfigurationError: none of them takes gradients, or one, or a buffer, isn't initialised, isn't dense, has no memory or is expanded.
     """
     named = list(named_parameters(module, ignored))
     buffers = list(named_buffers(module, ignored).items())
@@ -148,6 +148,8 @@ def check_module(module: nn.Module, ignored: set[str]) -> list[Tensor]:
                 "device, and can't be sent to other ranks. Materialise it first; what is sharded over ranks is for FSDP2; or leave it out "
                 + _BY_NAME
             )
+        if not has_place_for_each(tensor):
+            raise ConfigurationError(f"{name} is expanded: several of its elements are one in memory. Clone it, or leave it out {_BY_NAME}")
     if not any(p.requires_grad for _, p in named):
         raise ConfigurationError("DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.")
     return [p for _, p in named]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import copy
 
-from ddpcomm.errors import ClosedError, DDPCommError
+from ddpcomm.errors import ClosedError, CommunicationError, DDPCommError
+
+
+def name_cause(error: DDPCommError, failure: DDPCommError | None) -> None:
+    """Says in a communication's error what had failed on this rank before, such as a hook: the other ranks may have waited for it."""
+    if failure is not None and isinstance(error, CommunicationError) and error is not failure:
+        error.args = (f"{error}. Before that, on this rank, {failure}", *error.args[1:])
+        error.__cause__ = failure
 
 
 class Failure:

@@ -1,4 +1,4 @@
-"""Whether a tensor has memory of its own."""
+"""Whether a tensor has memory of its own, and each of its elements."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def has_memory(tensor: Tensor) -> bool:
         return tensor.data_ptr() != 0
     except RuntimeError:
         return False
+
+
+def has_place_for_each(tensor: Tensor) -> bool:
+    """Whether no two elements of a dense tensor share a place because it was expanded: what shares one can't be written to."""
+    return tensor.numel() == 0 or all(size == 1 or stride != 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

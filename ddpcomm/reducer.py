@@ -23,7 +23,7 @@ from ddpcomm.config import ReducerOptions
 from ddpcomm.countdown import Countdown
 from ddpcomm.deferred import DeferredStatus
 from ddpcomm.errors import CommunicationError, DDPCommError
-from ddpcomm.failure import Failure
+from ddpcomm.failure import Failure, name_cause
 from ddpcomm.foreign_hooks import ForeignHooks
 from ddpcomm.interruption import Interruption
 from ddpcomm.mode import Mode
@@ -243,7 +243,16 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         if arrangement is not None:
             view, hook = False, None
         chosen = arrangement or self.arrangement
-        return Reduction(chosen, self.communicator, divisor=self.divisor, hook=hook, as_view=view, tag=self._tag, screen=screen)
+        return Reduction(
+            chosen,
+            self.communicator,
+            divisor=self.divisor,
+            hook=hook,
+            as_view=view,
+            tag=self._tag,
+            screen=screen,
+            tell=self.reports.raised,
+        )
 
     # ---- gradients arrive -------------------------------------------------------------------------------------------
 
@@ -300,6 +309,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
                 self._on_interrupt(error)  # the other ranks wait for the rest
                 raise
             self.reports.explain(error)
+            name_cause(error, reduction.failure)
             self.broken = error if isinstance(error, CommunicationError) else self.broken
             self.statistics.error = f"{type(error).__name__}: {error}"
             self.record.gradients_are_own(self.parameters, self._spoilt(fires), f"not averaged: {error}")
@@ -350,7 +360,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
             reduction.recording.finish()
 
     def shadow(self) -> None:
-        """Takes part, with zeros, in a backward of the other ranks: this one has run out of input. Collective."""
+        """Takes part, with zeros, in a backward of the other ranks, and receives its averages. Collective."""
         self.require_usable()
         self.prepare_forward()
         self.backwards += 1
@@ -361,14 +371,13 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         settle(self, reduction, used, nothing, void=True)
         self._tune(took_part=False)
 
-    def skip_step(self, *, void: bool) -> None:
-        """Takes all gradients away, so that no optimizer does anything; unless they had no part in it (`void`). All ranks must do so."""
+    def skip_step(self) -> None:
+        """Takes all gradients away, so that no optimizer does anything. All ranks must do so."""
         self._foreign.drop_waiting()
         self.statistics.nonfinite_steps += 1
-        if not void:
-            self.record.forget()
-            for parameter in self.parameters.parameters:
-                parameter.grad = None
+        self.record.forget()
+        for parameter in self.parameters.parameters:
+            parameter.grad = None
 
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""

@@ -31,6 +31,7 @@ class Reduction:
         as_view: gradients become views of the buckets.
         tag: tells models apart; the same on all ranks.
         screen: looks for gradients that are not finite, if given.
+        tell: called with the first failure of the hook, when it is met: the other ranks may wait in vain for what it did not send.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Reduction:
         as_view: bool,
         tag: int,
         screen: Screen | None = None,
+        tell: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self.arrangement = arrangement
         self.next = 0
@@ -62,6 +64,7 @@ class Reduction:
         self._hook = hook
         self._as_view = as_view
         self._tag = tag
+        self._tell = tell
         self.screen = screen
         # Who divides? A transport that averages in passing, where gradients may lie in the bucket already and a pass of our own would read
         # and write them once more; else flatten, as the bytes go by. Every rank must decide alike, whatever its gradients are.
@@ -104,7 +107,7 @@ class Reduction:
         if producers:  # before gradients are copied into memory order, too
             wait_for_producers(producers, [p.grad for p in bucket.parameters], bucket.device)
         sources, misfits, absent = ([None] * len(bucket.slots), [], []) if void else bucket.gather()
-        if used is not None and self._as_view and not void:
+        if used is not None and self._as_view:
             self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
         self.misfits += misfits
         self.absent.update(absent)
@@ -182,9 +185,14 @@ class Reduction:
         try:  # after a failure too: the other ranks' hooks wait for this rank's collectives
             self._futures[index] = hook.start(bucket, is_last=index == self.arrangement.last - 1)
         except CommHookError as error:
-            self.failure = self.failure or error
+            self._hook_failed(error)
         if recording is not None:
             recording.sent(index, None)
+
+    def _hook_failed(self, error: CommHookError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._tell(error)
 
     def launch_rest(self, used: Sequence[bool], notices: Callable[[], set[Notice]], *, void: bool, skip_unused: bool) -> None:
         """Sends every bucket that hasn't gone out yet.
@@ -239,7 +247,7 @@ class Reduction:
                     if self.screen is not None:
                         self.screen.look(self.arrangement.buckets[index], after_hook=True)
             except CommHookError as error:
-                self.failure = self.failure or error
+                self._hook_failed(error)
             if recording is not None:
                 recording.waited(index)
         self._futures.clear()
@@ -310,6 +318,14 @@ class Reduction:
         for parameter, flag in self._used_sparse.items():
             result[parameter] = flag
         return result
+
+    def make_room(self, used_somewhere: Sequence[bool]) -> None:
+        """After a reduction without this rank's gradients: its averages get new tensors, in place of whatever gradients there are."""
+        for bucket in self.arrangement.buckets:
+            for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
+                if used_somewhere[slot.parameter]:
+                    parameter.grad = None
+            bucket.gather()
 
     def write_back(self, used_somewhere: Sequence[bool]) -> None:
         """Gives every parameter that some rank used its average, and leaves the others as they were.

@@ -110,13 +110,14 @@ def test_torchscript_in_mixed_precision_is_refused(rank: RankContext) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@pytest.mark.parametrize(("what", "text"), [("sparse", r"odd is torch\.sparse_coo"), ("expanded", "odd is expanded")])
 @on_two_ranks
-def test_what_is_not_dense_is_refused_by_name(rank: RankContext, kind: str) -> None:
+def test_what_can_not_be_sent_is_refused_by_name(rank: RankContext, kind: str, what: str, text: str) -> None:
     del rank
     module = nn.Linear(2, 2)
-    sparse = torch.eye(2).to_sparse()
-    module.register_parameter("odd", nn.Parameter(sparse)) if kind == "parameter" else module.register_buffer("odd", sparse)
-    with pytest.raises(ConfigurationError, match=r"odd is torch\.sparse_coo"):
+    odd = torch.eye(2).to_sparse() if what == "sparse" else torch.ones(2).expand(3, 2)
+    module.register_parameter("odd", nn.Parameter(odd)) if kind == "parameter" else module.register_buffer("odd", odd)
+    with pytest.raises(ConfigurationError, match=text):
         DistributedDataParallel(module)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["odd"])
     DistributedDataParallel(module).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpcomm import DistributedDataParallel
+from ddpcomm.comm_hook import GradBucket
 from ddpcomm.errors import BackwardInterruptedError, CollectiveTimeoutError, CommunicationError, ConfigurationError, ConfigurationTypeError
 from tests.faults.kills import TRANSPORTS, Net, connect, outcome
 from tests.nursery import Birth, Fate, Nursery
@@ -135,6 +138,22 @@ def fail_for_good(birth: Birth, transport: str) -> None:
     birth.tell(str(caught.value))
 
 
+def fail_in_hook(birth: Birth, transport: str) -> None:
+    """Before it has sent anything: the other rank's hook waits in vain."""
+    group = dist.new_group(timeout=LIMIT)
+
+    def hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
+        if birth.rank == CULPRIT and bucket.is_last():
+            fail()
+        return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.01, **connect(transport, LIMIT))
+    model.register_comm_hook(None, hook)
+    with pytest.raises(CommunicationError) as caught:
+        step(model)
+    birth.tell((str(caught.value), str(caught.value.__cause__)))
+
+
 def statuses(fates: list[Fate]) -> list[int | None]:
     return [fate.status for fate in fates]
 
@@ -155,6 +174,18 @@ def test_exception_in_backward(nursery: Nursery, transport: str) -> None:
             assert "backward ended with an exception on rank 1" in text
             assert f"rank 1 was in backward {turn + 1}, had sent {0 if turn == 0 else 2} of " in text
             assert "and raised ValueError: out of order: 17" in text
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_exception_in_a_communication_hook(nursery: Nursery, transport: str) -> None:
+    fates = nursery.run(fail_in_hook, transport, world_size=2)
+    assert statuses(fates) == [0, 0], [fate.stderr for fate in fates]
+    (others, _), (own, cause) = fates[0].notes[0], fates[1].notes[0]
+    assert re.search(
+        "What the ranks had said before: rank 1 .* and raised CommHookError: .* raised ValueError .*: out of order: 17", others
+    )
+    assert re.search("Before that, on this rank, the communication hook .* raised ValueError .*: out of order: 17", own)
+    assert "out of order: 17" in cause
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
