@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpcomm._native import CountdownHook
+from ddpcomm.untraced import untraced
 
 Hook = Callable[[Tensor], Any]
 
@@ -23,6 +24,7 @@ class _Door:
         self.hook = hook
         self._admit = admit
 
+    @untraced
     def __call__(self, parameter: Tensor) -> None:
         self._admit(self.hook, parameter)
 
