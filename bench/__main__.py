@@ -10,18 +10,19 @@ import time
 from pathlib import Path
 
 from bench.results import SCRIPTS, write_page
+from examples.arguments import directory, one_of, several
 
 LIMIT_SECONDS = 600
 OPTIONS = {"step_time": ["--transport", "process_group,shared_memory"]}
 """What the short form is given besides --short."""
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Runs benchmarks in their short form.")
-    parser.add_argument("--only", default=",".join(SCRIPTS), help="some of %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="where results go (default: %(default)s)")
-    options = parser.parse_args()
-    failed = [name for name in options.only.split(",") if not succeeds(name, options.output)]
+    parser.add_argument("--only", type=several(one_of(SCRIPTS)), default=",".join(SCRIPTS), help="some of %(default)s")
+    parser.add_argument("--output", type=directory, default="docs/results", help="where results go (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    failed = [name for name in options.only if not succeeds(name, options.output)]
     if any(options.output.glob("*.jsonl")):
         sys.stderr.write(f"results: {write_page(options.output, 'make bench')}\n")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.cli import names, parser, publish
+from bench.cli import parser, publish
 from bench.floors import Wrap
 from bench.models import CASES, Case
 from bench.report import Line, Table, line_chart
 from bench.rows import Row
 from bench.steps import Samples, conditions, line_of, prepare, row_maker, sizes_of, slowest, spread, take_turns
 from bench.subjects import NONE, TORCH, engines, gradients, plain
+from examples.arguments import at_least, several
 from examples.corpus import Corpus, Windows, load_corpus
 from examples.model import GPT, GPTConfig
 from examples.training import Settings, batches
@@ -190,15 +191,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     made = parser(__doc__, rounds=30, models="transformer7m,mlp8m", transports="process_group,shared_memory")
-    made.add_argument("--every", default="1,2,4,8", help="values of n, with commas (default: %(default)s)")
-    made.add_argument("--training-steps", type=int, default=1024, help="forwards of each training; 0: none (default: %(default)s)")
+    made.add_argument("--every", type=several(at_least(1)), default="1,2,4,8", help="values of n, with commas (default: %(default)s)")
+    made.add_argument("--training-steps", type=at_least(0), default=1024, help="forwards of each training; 0: none (default: %(default)s)")
     options = made.parse_args(arguments)
     rounds = min(options.steps, 4) if options.short else options.steps
     training_steps = min(options.training_steps, 160) if options.short else options.training_steps
-    transports, everies = names(options.transport), [int(text) for text in names(options.every)]
+    transports, everies = options.transport, options.every
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=30)) as pool:
-        for name in names(options.models):
+        for name in options.models:
             rows += time_rows(name, slowest(pool.run(measure, name, transports, everies, rounds)), transports, everies, options.ranks)
         if training_steps:
             rows += loss_rows(pool.run(train, transports, everies, training_steps)[0], options.ranks)

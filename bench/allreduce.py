@@ -29,6 +29,7 @@ from bench.allreduce_rank import COPY, GLOO, MPI, OWN, REWRITE
 from bench.cli import publish
 from bench.report import Table, save
 from bench.rows import Row, percentiles
+from examples.arguments import at_least, directory, one_of, several
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 25 * MIB, 128 * MIB)
@@ -122,23 +123,24 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", default="2,4,8", help="(default: %(default)s)")
-    parser.add_argument("--sizes", default=",".join(str(size) for size in SIZES), help="bytes (default: %(default)s)")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=40, help="samples of each subject (default: %(default)s)")
+    parser.add_argument("--ranks", type=several(at_least(2)), default="2,4,8", help="(default: %(default)s)")
+    parser.add_argument(
+        "--sizes", type=several(at_least(4)), default=",".join(str(size) for size in SIZES), help="bytes (default: %(default)s)"
+    )
+    parser.add_argument("--dtypes", type=several(one_of(DTYPES)), default=",".join(DTYPES), help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=40, help="samples of each subject (default: %(default)s)")
     parser.add_argument("--no-mpi", action="store_true", help="leave MPI out, and don't install it")
     parser.add_argument("--short", action="store_true", help="two ranks, few rounds, up to 25 MiB")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows and the picture go (default: %(default)s)")
+    parser.add_argument("--output", type=directory, default="runs/bench", help="where the rows and the picture go (default: %(default)s)")
     options = parser.parse_args(arguments)
     obstacle = "left out" if options.no_mpi else mpi.set_up()
     if obstacle:
         sys.stderr.write(f"without MPI: {obstacle}\n")
-    ranks = [2] if options.short else [int(text) for text in options.ranks.split(",")]
-    sizes = [int(text) for text in options.sizes.split(",")]
+    ranks = [2] if options.short else options.ranks
     rows: list[Row] = []
     for count in ranks:
-        largest = 25 * MIB if options.short or count > 2 else max(sizes)  # the memory of many ranks would be too much
-        cases = [(size, dtype) for dtype in options.dtypes.split(",") for size in sizes if size <= largest]
+        largest = 25 * MIB if options.short or count > 2 else max(options.sizes)  # the memory of many ranks would be too much
+        cases = [(size, dtype) for dtype in options.dtypes for size in options.sizes if size <= largest]
         rows += run(count, cases, min(options.rounds, 10) if options.short else options.rounds, not obstacle)
     publish("allreduce", rows, options.output, tables, plot)
     if not any(row.subject == OWN for row in rows):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bench.cli import names, parser, publish
+from bench.cli import parser, publish
 from bench.floors import Wrap
 from bench.models import CASES, Case
 from bench.report import Table, stacked_bars
@@ -138,8 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     rounds = min(options.steps, 12) if options.short else options.steps
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=30)) as pool:
-        for name in names(options.models):
-            rows += rows_of(name, of_slowest(pool.run(measure, name, names(options.transport), rounds)), options.ranks)
+        for name in options.models:
+            rows += rows_of(name, of_slowest(pool.run(measure, name, options.transport, rounds)), options.ranks)
     publish("breakdown", rows, options.output, tables, plot)
 
 

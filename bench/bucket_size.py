@@ -13,13 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from bench.cli import names, parser, publish
+from bench.cli import parser, publish
 from bench.models import CASES
 from bench.report import Line, Table, line_chart
 from bench.rows import Row
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
 from bench.subjects import NONE, TORCH, engines, plain
 from ddpcomm.layout import BYTES_PER_MB
+from examples.arguments import positive, several
 from tests.ranks import RankContext, RankPool
 
 SIZES_MIB = "0,1,5,10,25,50"
@@ -90,13 +91,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     made = parser(__doc__, rounds=60, models="transformer7m,mlp8m", transports="process_group,shared_memory")
-    made.add_argument("--mib", default=SIZES_MIB, help="sizes of a bucket, with commas (default: %(default)s)")
+    made.add_argument("--mib", type=several(positive), default=SIZES_MIB, help="sizes of a bucket, with commas (default: %(default)s)")
     options = made.parse_args(arguments)
     rounds = min(options.steps, 6) if options.short else options.steps
-    transports, sizes_mib = names(options.transport), [float(text) for text in names(options.mib)]
+    transports, sizes_mib = options.transport, options.mib
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=30)) as pool:
-        for name in names(options.models):
+        for name in options.models:
             samples = slowest(pool.run(measure, name, transports, sizes_mib, rounds))
             rows += rows_of(name, samples, transports, sizes_mib, options.ranks)
     publish("bucket_size", rows, options.output, tables, plot)

@@ -22,6 +22,7 @@ from pathlib import Path
 from bench import cli
 from bench.report import Table, bar_chart
 from bench.rows import Row, percentiles
+from examples.arguments import at_least, one_of, positive, several
 from tests.faults.kills import POINTS, TRANSPORTS, WORLD_SIZE, Kill, kill_any_time, kill_at
 from tests.nursery import Nursery
 
@@ -107,18 +108,21 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = cli.parser(__doc__, rounds=0, ranks=None)
-    parser.add_argument("--kills", type=int, default=200, help="at most (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after this time")
+    parser = cli.parser(__doc__, rounds=None, ranks=None)
+    parser.add_argument("--kills", type=at_least(0), default=200, help="at most (default: %(default)s)")
+    parser.add_argument("--seconds", type=positive, default=float("inf"), help="begin no kill after this time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default: %(default)s)")
-    parser.add_argument("--transport", default=",".join(TRANSPORTS), help="in turn (default: %(default)s)")
+    parser.add_argument(
+        "--transport", type=several(one_of(TRANSPORTS)), default=",".join(TRANSPORTS), help="in turn (default: %(default)s)"
+    )
     parser.add_argument("--points", action="store_true", help="also once at each named point of training")
     options = parser.parse_args(arguments)
     count = min(options.kills, 20) if options.short else options.kills
-    transports = cli.names(options.transport)
-    at_points = kills_at_points(transports) if options.points else ()
+    if not count and not options.points:
+        parser.error("there is nothing to do: ask for --kills or --points")
+    at_points = kills_at_points(options.transport) if options.points else ()
     trials = []
-    for trial in chain(kills(transports, count, options.seed, options.seconds), at_points):
+    for trial in chain(kills(options.transport, count, options.seed, options.seconds), at_points):
         trials.append(trial)
         for problem in trial.problems:
             sys.stderr.write(f"kill {len(trials)}, {trial.transport}: {problem}\n")

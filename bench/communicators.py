@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddpcomm
-from bench.cli import names, parser, publish
+from bench.cli import parser, publish
 from bench.floors import Wrap
 from bench.models import CASES
 from bench.report import Line, Table, line_chart
@@ -28,6 +28,7 @@ from bench.rows import Row
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
 from bench.subjects import NONE, TORCH, plain, torch_ddp
 from ddpcomm.layout import BYTES_PER_MB
+from examples.arguments import at_least, positive, several
 from tests.ranks import RankContext, RankPool
 
 
@@ -94,14 +95,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     made = parser(__doc__, rounds=60, models="transformer7m,mlp8m", transports="process_group,shared_memory")
-    made.add_argument("--counts", default="1,3,5", help="numbers of communicators, with commas (default: %(default)s)")
-    made.add_argument("--mib", type=float, default=1.0, help="size of a bucket (default: %(default)s)")
+    made.add_argument(
+        "--counts", type=several(at_least(1)), default="1,3,5", help="numbers of communicators, with commas (default: %(default)s)"
+    )
+    made.add_argument("--mib", type=positive, default=1.0, help="size of a bucket (default: %(default)s)")
     options = made.parse_args(arguments)
     rounds = min(options.steps, 8) if options.short else options.steps
-    transports, counts = names(options.transport), [int(text) for text in names(options.counts)]
+    transports, counts = options.transport, options.counts
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=30)) as pool:
-        for name in names(options.models):
+        for name in options.models:
             samples = slowest(pool.run(measure, name, transports, counts, options.mib, rounds))
             rows += rows_of(name, samples, transports, counts, options.mib, options.ranks)
     publish("communicators", rows, options.output, tables, plot)

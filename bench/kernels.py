@@ -23,6 +23,7 @@ from bench.rows import Row, percentiles
 from bench.shapes import SHAPES, numels
 from ddpcomm import ops
 from ddpcomm.kernels import reference
+from examples.arguments import at_least, directory, one_of, several
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 COPY = "copy"
@@ -180,35 +181,52 @@ def run(
     return rows
 
 
+def usable_device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"torch can't use {text!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("operations", nargs="*", default=[], help=f"some of {', '.join(OPERATIONS)} (default: flatten unflatten)")
-    parser.add_argument("--impl", help="implementations, with commas (default: all that the device has)")
-    parser.add_argument("--shapes", default="small400,tiny10000,resnet50", help=f"some of {','.join(SHAPES)} (default: %(default)s)")
+    parser.add_argument("--impl", type=several(str), help="implementations, with commas (default: all that the device has)")
+    parser.add_argument(
+        "--shapes",
+        type=several(one_of(SHAPES)),
+        default="small400,tiny10000,resnet50",
+        help=f"some of {','.join(SHAPES)} (default: %(default)s)",
+    )
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="of the tensors (default: %(default)s)")
     parser.add_argument("--buffer-dtype", choices=DTYPES, help="of the buffer (default: the tensors')")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=50, help="calls to measure (default: %(default)s)")
-    parser.add_argument("--elements", type=int, help=f"the first tensors of a list, to so many elements (default on CPU: {CPU_LIMIT})")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU (default: %(default)s)")
+    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=at_least(1), default=50, help="calls to measure (default: %(default)s)")
+    parser.add_argument(
+        "--elements", type=at_least(1), help=f"the first tensors of a list, to so many elements (default on CPU: {CPU_LIMIT})"
+    )
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of torch, on CPU (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="few calls: shows that it works, says little")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows and the picture go (default: %(default)s)")
+    parser.add_argument("--output", type=directory, default="runs/bench", help="where the rows and the picture go (default: %(default)s)")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.operations if name not in OPERATIONS]:
         parser.error(f"there is no operation {unknown[0]}")
-    if unknown := [name for name in options.shapes.split(",") if name not in SHAPES]:
-        parser.error(f"there is no list of shapes {unknown[0]}")
     if options.short:
         options.repeats = min(options.repeats, 7)
     torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    device = options.device
 
     def implementations(operation: str) -> list[str]:
         available = ops.implementations("flatten" if operation == "unflatten_norm" else operation, device)
-        asked = options.impl.split(",") if options.impl else list(available)
-        return [name for name in asked if name in available]
+        return [name for name in options.impl or available if name in available]
 
-    rows = run(options.operations or ["flatten", "unflatten"], options.shapes.split(","), implementations, options, device)
+    operations = options.operations or ["flatten", "unflatten"]
+    if not any(implementations(operation) for operation in operations):
+        parser.error(f"none of these implementations is there for {', '.join(operations)} on {device}: {', '.join(options.impl)}")
+
+    rows = run(operations, options.shapes, implementations, options, device)
     publish("kernels", rows, options.output, None, plot)
 
 

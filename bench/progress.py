@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from bench.report import bar_chart, show_table
 from bench.rows import Row, percentiles, write_rows
 from ddpcomm.comm.base import Communicator, Work
 from ddpcomm.comm.factory import create_communicator
+from examples.arguments import at_least, directory, several
 from tests.ranks import RankContext, RankPool
 
 NOTHING, CALLER, CALLS, THREAD = "nothing", "caller", "calls", "thread"
@@ -109,16 +109,16 @@ def rows_of(by_rank: Sequence[dict[str, list[float]]], buckets: int, bucket_byte
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--buckets", type=int, default=8)
-    parser.add_argument("--bucket-mib", default="1,4,25", help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--buckets", type=at_least(1), default=8)
+    parser.add_argument("--bucket-mib", type=several(at_least(1)), default="1,4,25", help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=60)
     parser.add_argument("--short", action="store_true", help="few rounds: shows that it works, says little")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows and the picture go (default: %(default)s)")
+    parser.add_argument("--output", type=directory, default="runs/bench", help="where the rows and the picture go (default: %(default)s)")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=10)) as pool:
-        for mib in [int(text) for text in options.bucket_mib.split(",")]:
+        for mib in options.bucket_mib:
             arguments_of_rank = (options.buckets, mib << 20, min(options.rounds, 8) if options.short else options.rounds)
             rows += rows_of(pool.run(measure, *arguments_of_rank), options.buckets, mib << 20)
     lines = [[f"{row.case}, {row.subject}", *(f"{value * 1e3:.2f}" for value in (row.p50, row.p20, row.p80))] for row in rows]

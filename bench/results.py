@@ -72,6 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("directory", type=Path, help="of rows and pictures")
     parser.add_argument("--command", default="make bench", help="what made the rows (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if not any((options.directory / f"{name}.jsonl").exists() for name in SCRIPTS):
+        parser.error(f"there are no rows of a benchmark in {options.directory}")
     write_page(options.directory, options.command)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from bench.cli import names, parser, publish
+from bench.cli import parser, publish
 from bench.floors import Wrap
 from bench.models import CASES
 from bench.report import SIMULATED, Line, Table, line_chart
@@ -23,6 +23,7 @@ from bench.rows import Row
 from bench.simulated import simulated_rows
 from bench.steps import Samples, added, conditions, line_of, milliseconds, prepare, row_maker, sizes_of, slowest, spread, take_turns
 from bench.subjects import NONE, engines, plain
+from examples.arguments import at_least, several
 from tests.ranks import RankContext, RankPool
 
 
@@ -70,14 +71,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     made = parser(__doc__, rounds=30, models="convnet,transformer7m", transports="process_group,shared_memory", ranks=None)
-    made.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, with commas (default: %(default)s)")
+    made.add_argument("--ranks", type=several(at_least(1)), default="1,2,4,8", help="numbers of ranks, with commas (default: %(default)s)")
     options = made.parse_args(arguments)
     rounds = min(options.steps, 5) if options.short else options.steps
     rows: list[Row] = []
-    for ranks in [int(text) for text in names(options.ranks)]:
+    for ranks in options.ranks:
         with RankPool(ranks, timeout=timedelta(minutes=30)) as pool:
-            for name in names(options.models):
-                rows += rows_of(name, slowest(pool.run(measure, name, names(options.transport), rounds)), ranks)
+            for name in options.models:
+                rows += rows_of(name, slowest(pool.run(measure, name, options.transport, rounds)), ranks)
     beyond = simulated_rows("scaling")
     if not beyond:
         sys.stderr.write("measured only: this version of ddpcomm has no simulator\n")

@@ -20,6 +20,7 @@ from typing import Any
 from bench import cli
 from bench.report import Line, Table, line_chart
 from bench.rows import Row, percentiles
+from examples.arguments import at_least, one_of, several
 from tests.faults.resources import WAYS, Usage, soak, wrap_and_unwrap
 from tests.ranks import RankPool
 
@@ -78,16 +79,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = cli.parser(__doc__, rounds=20000, transports="shared_memory,process_group")
-    parser.add_argument("--ways", default=",".join(WAYS), help="of training, some of %(default)s; none is fine, too")
-    parser.add_argument("--wraps", type=int, default=1000, help="how often to wrap and unwrap (default: %(default)s)")
-    parser.add_argument("--looks", type=int, default=10, help="at what is held, after the first (default: %(default)s)")
+    parser.add_argument(
+        "--ways", type=several(one_of(WAYS), least=0), default=",".join(WAYS), help="of training, some of %(default)s; none is fine, too"
+    )
+    parser.add_argument("--wraps", type=at_least(1), default=1000, help="how often to wrap and unwrap (default: %(default)s)")
+    parser.add_argument("--looks", type=at_least(1), default=10, help="at what is held, after the first (default: %(default)s)")
     options = parser.parse_args(arguments)
     steps, wraps, looks = (400, 40, 2) if options.short else (options.steps, options.wraps, options.looks)
     warm_up, limit = max(steps // 10, 100), timedelta(hours=2)
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=limit) as pool:
-        for transport in cli.names(options.transport):
-            for way in cli.names(options.ways):
+        for transport in options.transport:
+            for way in options.ways:
                 rows += rows_of(way, transport, steps, pool.run(soak, transport, way, warm_up, steps, looks))
             rows += rows_of(WRAPS, transport, wraps, pool.run(wrap_and_unwrap, transport, max(wraps // 10, 8), wraps, looks))
     cli.publish("soak", rows, options.output, tables, plot)

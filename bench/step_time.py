@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.cli import names, parser, publish
+from bench.cli import parser, publish
 from bench.devices import BACKENDS, CPU, take
 from bench.floors import ALONE, BARE
 from bench.models import CASES, Case
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     if left_out := absent(options.device):
         sys.stderr.write(f"left out: {left_out}\n")
     steps, warm_up_steps = (min(options.steps, 7), 2) if options.short else (options.steps, WARM_UP_STEPS)
-    rows = run(names(options.models), names(options.transport), steps, options.ranks, warm_up_steps, options.device)
+    rows = run(options.models, options.transport, steps, options.ranks, warm_up_steps, options.device)
     publish("step_time", rows, options.output, None, plot)
 
 

@@ -25,8 +25,9 @@ import ddpcomm
 from bench.models import CASES, Case
 from bench.report import bar_chart, show_table
 from bench.rows import Row, percentiles, write_rows
-from bench.subjects import gradients
+from bench.subjects import TRANSPORTS, gradients
 from ddpcomm.timeline import Timeline
+from examples.arguments import at_least, directory, one_of, several
 from tests.ranks import RankContext, RankPool
 
 WARM_UP_STEPS = 5
@@ -110,17 +111,19 @@ def rows_of(case: Case, transport: str, by_rank: list[dict[str, list[float]]]) -
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", default=",".join(CASES), help="some of %(default)s")
-    parser.add_argument("--transport", default="process_group,shared_memory", help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="rounds to measure (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", type=several(one_of(CASES)), default=",".join(CASES), help="some of %(default)s")
+    parser.add_argument(
+        "--transport", type=several(one_of(TRANSPORTS)), default="process_group,shared_memory", help="(default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=at_least(1), default=200, help="rounds to measure (default: %(default)s)")
+    parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--short", action="store_true", help="few rounds: shows that it works, says little")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows and the picture go (default: %(default)s)")
+    parser.add_argument("--output", type=directory, default="runs/bench", help="where the rows and the picture go (default: %(default)s)")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     with RankPool(options.ranks, timeout=timedelta(minutes=10)) as pool:
-        for name in options.models.split(","):
-            for transport in options.transport.split(","):
+        for name in options.models:
+            for transport in options.transport:
                 steps = min(options.steps, 10) if options.short else options.steps
                 by_rank = pool.run(measure, name, transport, steps, options.output)
                 rows += rows_of(CASES[name], transport, by_rank)

@@ -21,6 +21,7 @@ from bench.report import SIMULATED, Table, save, show_table
 from bench.rows import Row, write_rows
 from bench.validate_machine import TRANSPORTS, machine_table, measured_rows
 from bench.validation import SPREAD_FROM_ELSEWHERE, constants_only, ddp_steps, imbalance_without, leave_one_out
+from examples.arguments import at_least, directory, one_of, several
 
 
 def published() -> list[Row]:
@@ -104,16 +105,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--machine", action="store_true", help="also measure on this machine")
-    parser.add_argument("--ranks", default="1,2,3,4", help="with --machine (default: %(default)s)")
-    parser.add_argument("--transport", default=",".join(TRANSPORTS), help="with --machine (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="with --machine (default: %(default)s)")
+    parser.add_argument("--ranks", type=several(at_least(1)), default="1,2,3,4", help="with --machine (default: %(default)s)")
+    parser.add_argument(
+        "--transport", type=several(one_of(TRANSPORTS)), default=",".join(TRANSPORTS), help="with --machine (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="with --machine (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="also measure, two ranks and few rounds: shows that it works, says little")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the rows go (default: %(default)s)")
+    parser.add_argument("--output", type=directory, default="runs/bench", help="where the rows go (default: %(default)s)")
     options = parser.parse_args(arguments)
     rows = published()
     if options.machine or options.short:
-        ranks = [2] if options.short else [int(text) for text in options.ranks.split(",")]
-        measured = measured_rows(ranks, options.transport.split(","), min(options.rounds, 3) if options.short else options.rounds)
+        ranks = [2] if options.short else options.ranks
+        measured = measured_rows(ranks, options.transport, min(options.rounds, 3) if options.short else options.rounds)
         machine_table(measured).show()
         rows += measured
     write_rows(rows, options.output / "validate.jsonl")

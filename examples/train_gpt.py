@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ddpcomm import DistributedDataParallel
+from examples.arguments import at_least, directory, positive
 from examples.corpus import load_corpus
 from examples.model import GPT, GPTConfig, generate
 from examples.report import CHECKPOINT, LOSS_CURVE, SUMMARY, comparison, plot_losses, save_checkpoint, save_summary, summarize
@@ -40,22 +41,27 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ddp", choices=sorted(WRAPPERS), default="ddpcomm", help="whose DistributedDataParallel (default: %(default)s)")
     parser.add_argument("--backend", help="of torch.distributed (default: nccl where every rank has a GPU, else gloo)")
     parser.add_argument("--gradient-as-bucket-view", action="store_true", help="let gradients be views of the buckets")
-    parser.add_argument("--bucket-cap-mb", type=float, help="size of a bucket in MiB (default: the wrapper's)")
-    parser.add_argument("--steps", type=int, default=default.steps)
-    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="windows a step and rank (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=default.learning_rate)
-    parser.add_argument("--validations", type=int, default=default.validations, help="how often to validate (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=size.context, help="bytes a window (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--layers", type=int, default=size.layers)
-    parser.add_argument("--heads", type=int, default=size.heads)
+    parser.add_argument("--bucket-cap-mb", type=positive, help="size of a bucket in MiB (default: the wrapper's)")
+    parser.add_argument("--steps", type=at_least(1), default=default.steps)
+    parser.add_argument("--batch-size", type=at_least(1), default=default.batch_size, help="windows a step and rank (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=positive, default=default.learning_rate)
+    parser.add_argument("--validations", type=at_least(1), default=default.validations, help="how often to validate (default: %(default)s)")
+    parser.add_argument("--context", type=at_least(1), default=size.context, help="bytes a window (default: %(default)s)")
+    parser.add_argument("--width", type=at_least(1), default=size.width)
+    parser.add_argument("--layers", type=at_least(1), default=size.layers)
+    parser.add_argument("--heads", type=at_least(1), default=size.heads)
     parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--output", type=Path, default=Path("runs/train_gpt"), help="where results go (default: %(default)s)")
-    return parser.parse_args(arguments)
+    parser.add_argument("--output", type=directory, default="runs/train_gpt", help="where results go (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.width % options.heads:
+        parser.error(f"--heads {options.heads} does not divide --width {options.width}")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("This is a program for torchrun: torchrun --standalone --nproc-per-node 2 -m examples.train_gpt")
     device = choose_device()
     dist.init_process_group(options.backend or ("nccl" if device.type == "cuda" else "gloo"))
     try:
