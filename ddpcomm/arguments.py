@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,15 +110,19 @@ def ignored_names(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def delayed_names(named: Sequence[tuple[str, Tensor]] | None, hook_parameter: Tensor | None) -> list[str]:
+def delayed_names(named: Iterable[tuple[str, Tensor]] | None, hook_parameter: Tensor | None) -> list[str]:
     """Names of `delay_all_reduce_named_params`.
 
     Raises:
+        ConfigurationTypeError: it is no list of names and parameters.
         ConfigurationError: one of the two arguments stands without the other.
     """
     if (named is None) != (hook_parameter is None):
         raise ConfigurationError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
-    return [name for name, _ in named or ()]
+    pairs = list(named or ()) if isinstance(named, Iterable | None) else [named]
+    if not all(isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ConfigurationTypeError(f"delay_all_reduce_named_params must be a list of (name, parameter), got {named!r}")
+    return [name for name, _ in pairs]
 
 
 _BY_NAME = "with DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"

@@ -121,7 +121,7 @@ class BackwardWatch:
     def _queue(self, *, carries_outward: bool) -> None:
         _refuse_compiled_autograd()
         callback = _EndCallback(self, carries_outward)
-        self._alive = weakref.ref(callback, _notice_loss(weakref.ref(self)))
+        self._alive = weakref.ref(callback, partial(_notice_loss, weakref.ref(self)))
         _queue_callback(callback)
 
     def _task_ended(self, callback: _EndCallback) -> None:
@@ -138,16 +138,7 @@ class BackwardWatch:
         """`node` belongs to the graph task around the one that has just ended: waits for that one's end instead."""
         self._callback = callback  # between the two graph tasks nobody else holds it
         handles: list[Any] = []
-
-        @untraced
-        def requeue(*_: Any) -> None:
-            for handle in handles:
-                handle.remove()
-            handles.clear()
-            if self._callback is callback:
-                self._callback = None
-                _queue_callback(callback)
-
+        requeue = partial(_requeue, self, callback, handles)
         handles += [following.register_prehook(requeue) for following, _ in node.next_functions if following is not None]
         return bool(handles)
 
@@ -192,17 +183,24 @@ def _refuse_compiled_autograd() -> None:
         )
 
 
-def _notice_loss(watch: weakref.ref[BackwardWatch]) -> Callable[[weakref.ref[_EndCallback]], None]:
-    @untraced
-    def lost(alive: weakref.ref[_EndCallback]) -> None:
-        owner = watch()
-        if owner is None or owner._alive is not alive:
-            return
-        interrupted = owner._interrupted()
-        if interrupted is not None:
-            interrupted()
+@untraced
+def _notice_loss(watch: weakref.ref[BackwardWatch], alive: weakref.ref[_EndCallback]) -> None:
+    owner = watch()
+    if owner is None or owner._alive is not alive:
+        return
+    interrupted = owner._interrupted()
+    if interrupted is not None:
+        interrupted()
 
-    return lost
+
+@untraced
+def _requeue(watch: BackwardWatch, callback: _EndCallback, handles: list[Any], *_: Any) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+    if watch._callback is callback:
+        watch._callback = None
+        _queue_callback(callback)
 
 
 @untraced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,20 +29,7 @@ class Countdown:
 
     def __init__(self, full: Callable[[], None], uncounted: Callable[[int], None], current_stream: Callable[[], int] | None = None) -> None:
         # torch keeps the hooks where Python's garbage collector can't see them: they must not keep their owner alive.
-        weak_full, weak_uncounted = weakref.WeakMethod(full), weakref.WeakMethod(uncounted)
-
-        @untraced
-        def call_full() -> None:
-            call = weak_full()
-            if call is not None:
-                call()
-
-        @untraced
-        def call_uncounted(index: int) -> None:
-            call = weak_uncounted()
-            if call is not None:
-                call(index)
-
+        call_full, call_uncounted = (partial(_call, weakref.WeakMethod(method)) for method in (full, uncounted))
         self._counts = _native.Countdown(call_full, call_uncounted, current_stream)
         self._handles: list[Any] = []
         self._parameters: list[Tensor] = []
@@ -102,3 +90,10 @@ class Countdown:
     def forget(self, index: int) -> None:
         """Takes a count back."""
         self._counts.forget(index)
+
+
+@untraced
+def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: int) -> None:
+    call = method()
+    if call is not None:
+        call(*arguments)

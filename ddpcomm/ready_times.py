@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -54,13 +55,14 @@ def profile_backwards(reducer: Reducer) -> Iterator[list[BackwardProfile]]:
 
 
 def _watch(parameter: Tensor, index: int, timeline: Timeline) -> RemovableHandle:
-    @untraced
-    def note(_: Tensor) -> None:
-        recording = timeline.under_way
-        if recording is not None:
-            recording.mark("gradient", index)
+    return parameter.register_hook(partial(_note, timeline, index))  # type: ignore[no-any-return, no-untyped-call]
 
-    return parameter.register_hook(note)  # type: ignore[no-any-return, no-untyped-call]
+
+@untraced
+def _note(timeline: Timeline, index: int, _: Tensor) -> None:
+    recording = timeline.under_way
+    if recording is not None:
+        recording.mark("gradient", index)
 
 
 def _profile(recording: StepRecording, times: list[int], names: list[str]) -> BackwardProfile:

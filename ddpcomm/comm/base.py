@@ -6,6 +6,7 @@ way on every transport, before anything has been sent.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
@@ -115,11 +116,17 @@ class Communicator(ABC):
 
         It stays valid after `close()` for as long as somebody holds it. Collective on some transports: every rank calls it with the
         same arguments in the same order.
+
+        Raises:
+            ConfigurationError, ConfigurationTypeError: there can't be so many elements, or no such.
+            ClosedError: the communicator is closed.
         """
         self._check_open("empty")
         check_integer("empty: numel", numel, least=0)
         if not isinstance(dtype, torch.dtype):
             raise ConfigurationTypeError(f"empty: dtype must be a torch.dtype, got {dtype!r}")
+        if numel * dtype.itemsize > sys.maxsize:
+            raise ConfigurationError(f"empty: {numel} elements of {dtype} are more than can be addressed")
         return self._empty(numel, dtype)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -138,6 +138,7 @@ CONSTRUCTOR = [
     row(WRAP, wrap(bucket_cap_mb_list=5), TYPE, "bucket_cap_mb_list must be a list, got 5"),
     row(WRAP, wrap(bucket_cap_mb="auto", bucket_cap_mb_list=[1]), VALUE, "only one of them"),
     row(WRAP, wrap(delay_all_reduce_named_params=[("weight", torch.ones(1))]), VALUE, "param_to_hook_all_reduce"),
+    *(row(WRAP, wrap(delay_all_reduce_named_params=odd, param_to_hook_all_reduce=0), TYPE, "must be a list") for odd in (5, [5], [("w",)])),
     row(WRAP, wrap(param_to_hook_all_reduce=torch.ones(1)), VALUE, "delay_all_reduce_named_params"),
     row(WRAP, wrap(mixed_precision="bf16"), TYPE, "mixed_precision"),
     row(WRAP, wrap(transport="pigeon"), VALUE, "transport must be one of .*'pigeon'"),
@@ -228,6 +229,7 @@ COMMUNICATORS = [
     *on_each(lambda c, w: c.empty(1.5, torch.float32), TYPE, "empty: numel must be an integer, got 1.5"),  # type: ignore[arg-type]
     *on_each(lambda c, w: c.empty(True, torch.float32), TYPE, "empty: numel must be an integer, got True"),
     *on_each(lambda c, w: c.empty(1, "float"), TYPE, "empty: dtype must be a torch.dtype"),  # type: ignore[arg-type]
+    *on_each(lambda c, w: c.empty(1 << 70, torch.float32), VALUE, "more than can be addressed"),
     *on_each(lambda c, w: c.all_reduce([1.0]), TYPE, "all_reduce: expected a tensor, got list"),  # type: ignore[arg-type]
     *on_each(lambda c, w: c.all_reduce(w.out, "mean"), VALUE, "all_reduce: op must be .*'mean'"),  # type: ignore[arg-type]
     *on_each(lambda c, w: c.all_reduce(w.out, None), VALUE, "all_reduce: op must be .*None"),  # type: ignore[arg-type]
