@@ -146,6 +146,7 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
     present = ParameterSet(reducer.module, reducer.ignored, agreement.sparse)
     if not nonfinite:
         _refuse_lopsided(reducer, agreement)
+        _set_apart(present, agreement.newcomers)
         _put_in_place(reducer, reduction, fires, used, agreement.newcomers, void=void)
         nonfinite = hear_sparse(reduction, _averaged_sparse(reduction, reducer.parameters))
         nonfinite = _average_newcomers(reducer, present, agreement.newcomers, void=void) or nonfinite
@@ -297,6 +298,14 @@ def _look_at_sparse(reduction: Reduction, parameters: ParameterSet, used: Sequen
 def _averaged_sparse(reduction: Reduction, parameters: ParameterSet) -> list[tuple[str, Tensor]]:
     averaged = [(parameters.names[index], parameters.parameters[index].grad) for index in reduction.averaged_sparse()]
     return [(name, gradient) for name, gradient in averaged if gradient is not None]
+
+
+def _set_apart(present: ParameterSet, names: Collection[str]) -> None:
+    """Gives gradients memory of their own. Autograd makes some that share it with others', which are written to before these go out."""
+    for member in present.managed:
+        gradient = member.parameter.grad
+        if member.name in names and gradient is not None:
+            member.parameter.grad = gradient.clone()
 
 
 def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collection[str], *, void: bool) -> str:

@@ -184,3 +184,38 @@ def test_uninitialised_on_one_rank_alone(rank: RankContext) -> None:
         DistributedDataParallel(model)
     with pytest.raises(ConfigurationError, match="running_mean is not initialised"):
         DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)))
+
+
+class Pair(nn.Module):
+    """Autograd gives both parameters one memory for their gradients, where both are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return ((self.p.view(-1) + self.q.view(-1) if both else self.p.view(-1)) * x).sum()
+
+
+@pytest.mark.parametrize("replaced", ["p", "q"])
+@pytest.mark.parametrize("how", ["unfrozen", "exchanged"])
+@TRANSPORTS_AND_VIEWS
+@on_two_ranks
+def test_a_newcomer_that_shares_memory(rank: RankContext, replaced: str, how: str, transport: str, view: bool) -> None:
+    """Its gradient goes out in another round than the one that it shares memory with, on one rank only."""
+    module = Pair()
+    if how == "unfrozen":
+        getattr(module, replaced).requires_grad_(False)
+    ddp = DistributedDataParallel(module, transport=transport, gradient_as_bucket_view=view, find_unused_parameters=True)
+    x = torch.arange(1.0, 5.0) * (rank.rank + 1)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x, True).backward()
+    getattr(module, replaced).requires_grad_(True)
+    if how == "exchanged":
+        setattr(module, replaced, nn.Parameter(torch.zeros(2, 2)))
+    ddp.zero_grad()
+    ddp(x, rank.rank == 0).backward()
+    assert same_on_all_ranks(module.p.grad.flatten().tolist()) == [1.5, 3, 4.5, 6]
+    assert same_on_all_ranks(module.q.grad.flatten().tolist()) == [0.5, 1, 1.5, 2]
+    ddp.close()
