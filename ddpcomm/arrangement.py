@@ -42,8 +42,7 @@ class Arrangement:
         control = ParameterSize(0, 4, (communicator.device, torch.float32, False))
         layouts = plan(sizes, assign(sizes, dense, caps), STATUS_NUMEL, control=control, flags_apart=dense if apart else None)
         self.buckets = [Bucket(layout, managed, communicator, *layout.kind[:2]) for layout in layouts]  # type: ignore[index]  # kind is a tuple
-        for bucket in self.buckets:
-            bucket.know(self.buckets)
+        Bucket.introduce(self.buckets)
         self.headers = headers(self.buckets)
         """Of each bucket's all-reduce."""
         self.native_format = all(bucket.native_format for bucket in self.buckets)

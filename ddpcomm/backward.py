@@ -49,13 +49,15 @@ class BackwardWatch:
         self._callback: _EndCallback | None = None
         self._alive: weakref.ref[_EndCallback] | None = None
         self._likely: tuple[Tensor, Node | None] | None = None
-        self._leaves: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], Any, bool]] = {}
 
     # ---- where it begins --------------------------------------------------------------------------------------------
 
     def watch(self, outputs: Iterable[Tensor], synchronize: bool) -> None:
         """Hooks the outputs of a forward that ran with gradients."""
         me = weakref.ref(self)
+        if self._leaves:
+            self._leaves = {key: watched for key, watched in self._leaves.items() if watched[0]() is not None}
         for output in outputs:
             if not output.requires_grad:
                 continue
@@ -69,13 +71,14 @@ class BackwardWatch:
         self._queue(carries_outward=True)
 
     def _watch_leaf(self, leaf: Tensor, synchronize: bool) -> None:
-        """An output without a history, such as a constant that requires grad, or a parameter itself. Its one hook is the last forward's."""
-        self._leaves = {key: watched for key, watched in self._leaves.items() if watched[0]() is not None}
-
+        """An output without a history, such as a constant that requires grad, or a parameter itself. It has one hook for all forwards since
+        its last gradient; one of them that asks for synchronisation speaks for all."""
         leaf_id = id(leaf)
+        former = self._leaves.get(leaf_id)
+        synchronize = synchronize or (former is not None and former[2])
         self._unwatch_leaf(leaf_id)
         started = partial(_leaf_starts, weakref.ref(self), leaf_id, synchronize)
-        self._leaves[leaf_id] = weakref.ref(leaf), leaf.register_hook(started)  # type: ignore[no-untyped-call]
+        self._leaves[leaf_id] = weakref.ref(leaf), leaf.register_hook(started), synchronize  # type: ignore[no-untyped-call]
 
     def _unwatch_leaf(self, leaf_id: int) -> None:
         watched = self._leaves.pop(leaf_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -112,9 +112,11 @@ class Bucket:
             sources[position] = None
         return sources, misfits, absent
 
-    def know(self, buckets: Sequence[Bucket]) -> None:
-        """The buckets, this one among them, in whose memory no gradient may lie but in its own slot."""
-        self._table.know_buckets([(bucket.buffer.data_ptr(), bucket.buffer.nbytes) for bucket in buckets])
+    @staticmethod
+    def introduce(buckets: Sequence[Bucket]) -> None:
+        """Tells buckets of each other: in their memory no gradient may lie but in its own slot."""
+        places = [(bucket.buffer.data_ptr(), bucket.buffer.nbytes) for bucket in buckets]
+        GradientTable.know_buckets([bucket._table for bucket in buckets], places)
 
     def _view(self, position: int) -> Tensor:
         """A slot in the shape that the parameter was laid out with and, where that is dense, with its strides."""
@@ -179,7 +181,7 @@ class Bucket:
         """By bucket, the positions whose gradients, as `gather` saw them, have memory in common with another one, or with themselves."""
         return GradientTable.overlapping([bucket._table for bucket in buckets])
 
-    def unpack(self, used: Sequence[bool], as_view: bool, apart: Sequence[int] = ()) -> None:
+    def unpack(self, used: Sequence[bool], as_view: bool, apart: Set[int] = frozenset()) -> None:
         """Gives every used parameter its average, as a view of the bucket or in its own tensor; a missing one is made.
 
         Args:

@@ -34,6 +34,7 @@ from ddpcomm.gradient_queries import GradientQueries
 from ddpcomm.layout_check import require_same_layout
 from ddpcomm.measurements import Measurements
 from ddpcomm.mixed_precision import Precision, ShortParameters, cast_buffers
+from ddpcomm.model_number import next_tag
 from ddpcomm.module_state import ModuleBuffers, broadcast_tensors
 from ddpcomm.named_tensors import named_buffers, named_parameters
 from ddpcomm.nonfinite import NonFinite
@@ -207,6 +208,7 @@ class DistributedDataParallel(BucketPlans, Measurements, GradientQueries, Copies
                     signatures = [] if failure else model_signatures(module, self.parameters_to_ignore, self._describe_options())
                     require_same_model(self._communicator, signatures, failure)
                     self._broadcast_state(with_buffers=sync_buffers_at_init)
+                    self._tag = next_tag(self._communicator)
                 cast_buffers(module, self._precision.buffers, self.parameters_to_ignore)
                 self._short_parameters = ShortParameters(module, self._precision.parameters, self.parameters_to_ignore)
                 self._start(check_plan=True)

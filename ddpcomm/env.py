@@ -67,7 +67,11 @@ def _seconds(name: str) -> timedelta | None:
 
 def _path(name: str) -> Path | None:
     text = os.environ.get(name)
-    if text and (not Path(text).name or Path(text).is_dir()):
+    try:
+        names_file = not text or (bool(Path(text).name) and not Path(text).is_dir())
+    except OSError as error:  # too long, or in a directory that can't be looked into
+        raise ConfigurationError(f"{name} must name a file, got {text!r}: {error.strerror}") from error
+    if not names_file:
         raise ConfigurationError(f"{name} must name a file, got {text!r}")
     return Path(text) if text else None
 

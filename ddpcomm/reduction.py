@@ -338,7 +338,7 @@ class Reduction:
         """
         everything = all(used_somewhere)
         into_tensors = [bucket for bucket in self.arrangement.buckets if not (self._as_view and bucket.native_format)]
-        apart = dict(zip(map(id, into_tensors), Bucket.overlapping(into_tensors), strict=True))
+        apart = dict(zip(map(id, into_tensors), map(frozenset, Bucket.overlapping(into_tensors)), strict=True))
         for index, bucket in enumerate(self.arrangement.buckets):
             if not bucket.slots:
                 continue
@@ -349,7 +349,7 @@ class Reduction:
             if any(used):
                 if self.recording is not None:
                     self.recording.mark("unflatten", index)
-                bucket.unpack(used, self._as_view, apart.get(id(bucket), ()))
+                bucket.unpack(used, self._as_view, apart.get(id(bucket), frozenset()))
                 if self.recording is not None:
                     self.recording.mark("unflattened", index)
             bucket.forget()

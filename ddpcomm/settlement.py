@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from ddpcomm.agreement import Agreement, Report, agree, signatures
 from ddpcomm.arrangement import Arrangement
 from ddpcomm.errors import (
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 def collect_notices(reducer: Reducer, reduction: Reduction, fires: Sequence[int]) -> set[Notice]:
     """What this rank has to say at the end of a backward."""
     _look_for_lost(reducer, reduction)
-    _look_for_unfit(reducer, reduction)
+    _look_for_unfit(reducer, reduction, reducer.parameters)
     _look_at_sparse(reduction, reducer.parameters, fires)
     idle = [index for index, count in enumerate(fires) if not count] if 0 in fires else []
     _look_for_unhooked(reducer, idle)
@@ -63,9 +65,9 @@ def _look_for_lost(reducer: Reducer, reduction: Reduction) -> None:
         )
 
 
-def _look_for_unfit(reducer: Reducer, reduction: Reduction) -> None:
+def _look_for_unfit(reducer: Reducer, reduction: Reduction, parameters: ParameterSet) -> None:
     """What doesn't fit is averaged later, as a newcomer, where its parameter has changed or turned out to be sparse. Else it can't be."""
-    managed = reducer.parameters.managed
+    managed = parameters.managed
     strays = [managed[misfit.parameter].name for misfit in reduction.misfits if misfit.stray]
     if strays:
         reducer.fail_at_end(
@@ -208,6 +210,9 @@ def _raise_for(status: Status, rank: int) -> None:
 def _sparse_names(reducer: Reducer, reduction: Reduction) -> set[str]:
     managed = reducer.parameters.managed
     seen = {managed[misfit.parameter].name for misfit in reduction.misfits if misfit.sparse}
+    if reducer.changed:  # newcomers have not been looked at yet
+        present = ParameterSet(reducer.module, reducer.ignored).managed
+        seen |= {m.name for m in present if m.parameter.grad is not None and m.parameter.grad.layout is not torch.strided}
     return seen | {m.name for m in managed if m.sparse}
 
 
@@ -317,11 +322,18 @@ def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collectio
     reduction = reducer.new_reduction(arrangement)
     used = [p.grad is not None and not void for p in present.parameters]
     _look_at_sparse(reduction, present, used)
+
+    def notices() -> set[Notice]:
+        _look_for_unfit(reducer, reduction, present)
+        return {Notice.FAILED} if reducer.failure is not None else set()
+
     while reduction.next < len(arrangement.buckets):
-        reduction.launch(used, void=void)
+        reduction.launch(used, notices, void=void)
     reduction.average_sparse(present.parameters, used, void=void)
     status = reduction.wait()
     _raise_for(status, reducer.communicator.rank)
+    if Notice.FAILED in status:
+        _agree(reducer, reducer.new_reduction(), present, [0] * len(reducer.parameters.managed))
     nonfinite = hear(reducer, reduction, status)
     if not nonfinite:
         somewhere = reduction.used_somewhere(used)

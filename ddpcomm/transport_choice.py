@@ -82,7 +82,7 @@ class TransportChoice(nn.Module):
         """Another one for the same ranks, or for those of another group. Collective."""
         decided = {**self._decided_options(None), **options}
         if process_group is not None:  # whose ranks may not have been compared yet
-            self._require_same_transport(process_group)
+            require_same_transport(process_group, self._transport, decided["timeout"], self._transport_options)
         return create_communicator(process_group or self.process_group, self._placement.device, self._transport, **decided)
 
     def _require_same_transport(self, process_group: ProcessGroup) -> None:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -34,10 +35,13 @@ class GradientTable {
         fill_kinds(dtypes);
     }
 
-    // All buckets' memory: (first address, bytes) of each.
-    void know_buckets(const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& buckets) {
-        buckets_.clear();
-        for (const auto& [begin, bytes] : buckets) buckets_.push_back({begin, begin + bytes});
+    // Tells tables of all buckets' memory: (first address, bytes) of each.
+    static void know_buckets(const std::vector<GradientTable*>& tables,
+                             const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& buckets) {
+        const auto spans = std::make_shared<std::vector<Span>>();
+        for (const auto& [begin, bytes] : buckets) spans->push_back({begin, begin + bytes});
+        std::sort(spans->begin(), spans->end(), [](const Span& one, const Span& other) { return one.begin < other.begin; });
+        for (GradientTable* table : tables) table->buckets_ = spans;
     }
 
     // (gradients, odd, strays): every parameter's .grad, and the positions of those that are neither the view itself nor a tensor of the
@@ -48,28 +52,38 @@ class GradientTable {
         py::list gradients(count);
         py::list odd, strays;
         spans_.assign(parameters_.size(), {});
+        runs_.clear();
         for (py::ssize_t i = 0; i < count; ++i) {
             const py::object gradient = grad_of(i);
             const bool is_view = gradient.ptr() == PyList_GET_ITEM(views_.ptr(), i);
             const bool is_own = !gradient.is_none() && (is_view || is_plain(gradient.ptr(), i));
             if (!is_own || (views_are_out_ && !is_placed(i))) odd.append(i);
             if (!is_view && is_stray(i)) strays.append(i);
+            if (!spans_[i].dense) runs_[i] = reader_->runs(gradient.ptr());
             PyList_SET_ITEM(gradients.ptr(), i, gradient.inc_ref().ptr());
         }
         return py::make_tuple(gradients, odd, strays);
     }
 
-    // By table, the positions whose gradients, as `gather` saw them, overlap another one, or have several elements in one place.
+    // By table, the positions whose gradients, as `gather` saw them, have bytes in common with another one, or several elements in one
+    // place.
     static std::vector<std::vector<std::size_t>> overlapping(const std::vector<GradientTable*>& tables) {
         std::vector<Span> spans;
         for (const GradientTable* table : tables) spans.insert(spans.end(), table->spans_.begin(), table->spans_.end());
-        const std::vector<std::size_t> found = ddpcomm::overlapping(spans);
         std::vector<std::vector<std::size_t>> by_table(tables.size());
-        std::size_t table = 0, first = 0;
-        for (const std::size_t position : found) {
-            while (position - first >= tables[table]->spans_.size()) first += tables[table++]->spans_.size();
-            by_table[table].push_back(position - first);
-        }
+        const std::vector<std::size_t> suspects = may_overlap(spans);
+        if (suspects.empty()) return by_table;
+        std::vector<Run> runs;
+        for_each_place(tables, suspects, [&](std::size_t table, std::size_t position, std::size_t overall) {
+            const auto known = tables[table]->runs_.find(position);
+            if (known == tables[table]->runs_.end() || known->second.empty()) {
+                runs.push_back({spans[overall], overall});
+            } else {
+                for (const Span& run : known->second) runs.push_back({run, overall});
+            }
+        });
+        for_each_place(tables, ddpcomm::overlapping(std::move(runs)),
+                       [&](std::size_t table, std::size_t position, std::size_t) { by_table[table].push_back(position); });
         return by_table;
     }
 
@@ -96,6 +110,16 @@ class GradientTable {
     }
 
   private:
+    // Calls with (table, position in it, position in all) for ascending positions in all tables' spans, one table after another.
+    template <typename Call>
+    static void for_each_place(const std::vector<GradientTable*>& tables, const std::vector<std::size_t>& positions, const Call& call) {
+        std::size_t table = 0, first = 0;
+        for (const std::size_t position : positions) {
+            while (position - first >= tables[table]->spans_.size()) first += tables[table++]->spans_.size();
+            call(table, position - first, position);
+        }
+    }
+
     // A gradient's kind is to have its view's shape and strides, the dtype that was given and its parameter's device. One that never
     // matches stands for a parameter that isn't described, or is complex.
     void fill_kinds(const std::vector<std::pair<int, int>>& dtypes) {
@@ -134,8 +158,10 @@ class GradientTable {
 
     bool is_stray(std::size_t i) const {
         const Span& span = spans_[i];
-        const auto meets = [&span](const Span& bucket) { return span.meets(bucket); };
-        return std::any_of(buckets_.begin(), buckets_.end(), meets) && !(span.begin == slots_[i].begin && span.within(slots_[i]));
+        if (!buckets_) return false;
+        const auto ends_later = [](std::uintptr_t begin, const Span& bucket) { return begin < bucket.end; };
+        const auto bucket = std::upper_bound(buckets_->begin(), buckets_->end(), span.begin, ends_later);
+        return bucket != buckets_->end() && span.meets(*bucket) && !(span.begin == slots_[i].begin && span.within(slots_[i]));
     }
 
     std::shared_ptr<TensorReader> reader_;
@@ -143,10 +169,11 @@ class GradientTable {
     py::list views_;
     py::object grad_;
     py::object is_neg_;
-    std::vector<TensorDescription> places_;  // of the views
-    std::vector<Span> slots_;                // where the views lay at first
-    std::vector<Span> buckets_;
-    std::vector<Span> spans_;  // of the gradients that `gather` saw and that are not views
+    std::vector<TensorDescription> places_;                    // of the views
+    std::vector<Span> slots_;                                  // where the views lay at first
+    std::shared_ptr<const std::vector<Span>> buckets_;         // side by side, without overlap
+    std::vector<Span> spans_;                                  // of the gradients that `gather` saw and that are not views
+    std::unordered_map<std::size_t, std::vector<Span>> runs_;  // of those that are not dense
     std::vector<TensorKind> kinds_;
     std::vector<std::int64_t> numbers_;  // their shapes and strides: side by side, for the caches' sake
     bool views_are_out_ = false;         // others than the bucket have seen them
@@ -160,7 +187,7 @@ void bind_gradients(py::module_& module) {
     py::class_<GradientTable>(module, "GradientTable", "The .grad of a bucket's parameters. See ddpcomm.buckets.Bucket.")
         .def(py::init<std::shared_ptr<ddpcomm::TensorReader>, py::list, py::list, const std::vector<std::pair<int, int>>&>(),
              py::arg("reader"), py::arg("parameters"), py::arg("views"), py::arg("dtypes"))
-        .def("know_buckets", &GradientTable::know_buckets, py::arg("buckets"))
+        .def_static("know_buckets", &GradientTable::know_buckets, py::arg("tables"), py::arg("buckets"))
         .def("gather", &GradientTable::gather)
         .def_static("overlapping", &GradientTable::overlapping, py::arg("tables"))
         .def("changed", &GradientTable::changed, py::arg("gradients"))

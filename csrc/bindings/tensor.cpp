@@ -123,6 +123,20 @@ Span TensorReader::span(PyObject* object) const {
     return span_of_tensor(tensor);
 }
 
+std::vector<Span> TensorReader::runs(PyObject* object) const {
+    dlpack::Tensor tensor;
+    if (api_) {
+        if (api_->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
+        return runs_of(data_of(tensor), tensor.dtype_bits / 8, tensor.ndim, tensor.shape, tensor.strides);
+    }
+    const py::handle attributes(object);
+    const auto shape = attributes.attr("shape").cast<std::vector<std::int64_t>>();
+    const auto strides = attributes.attr("stride")().cast<std::vector<std::int64_t>>();
+    return runs_of(reinterpret_cast<const void*>(attributes.attr("data_ptr")().cast<std::uintptr_t>()),
+                   attributes.attr("element_size")().cast<std::int64_t>(), static_cast<std::int32_t>(shape.size()), shape.data(),
+                   strides.data());
+}
+
 bool TensorReader::matches(PyObject* object, const TensorKind& kind, Span& span) const {
     span = {};
     if (!api_) {

@@ -67,6 +67,9 @@ class TensorReader {
     // Where a tensor's elements lie. Empty for those that have no memory of their own, such as sparse ones and subclasses that wrap others.
     Span span(PyObject* object) const;
 
+    // The stretches that its elements fill, for a tensor that has a span. Nothing if there are too many.
+    std::vector<Span> runs(PyObject* object) const;
+
     // Whether a tensor is of this kind, and has memory where it needs some. Through DLPack alone, else false. `span` becomes as above.
     bool matches(PyObject* object, const TensorKind& kind, Span& span) const;
 

@@ -219,3 +219,86 @@ def test_a_newcomer_that_shares_memory(rank: RankContext, replaced: str, how: st
     assert same_on_all_ranks(module.p.grad.flatten().tolist()) == [1.5, 3, 4.5, 6]
     assert same_on_all_ranks(module.q.grad.flatten().tolist()) == [0.5, 1, 1.5, 2]
     ddp.close()
+
+
+@TRANSPORTS_AND_VIEWS
+@on_two_ranks
+def test_gradients_that_interleave_are_averaged_where_they_are(rank: RankContext, transport: str, view: bool) -> None:
+    """Columns of one matrix share no element, though each lies within the other's stretch of memory."""
+    module = Pair()
+    ddp = DistributedDataParallel(module, transport=transport, gradient_as_bucket_view=view)
+    matrix = torch.zeros(2, 4)
+    module.p.grad, module.q.grad = matrix[:, :2], matrix[:, 2:]
+    ddp(torch.arange(1.0, 5.0) * (rank.rank + 1), True).backward()
+    assert same_on_all_ranks(module.p.grad.flatten().tolist()) == [1.5, 3, 4.5, 6]
+    assert same_on_all_ranks(module.q.grad.flatten().tolist()) == [1.5, 3, 4.5, 6]
+    if not view:
+        assert matrix.tolist() == [[1.5, 3, 1.5, 3], [4.5, 6, 4.5, 6]]
+        module.p.grad, module.q.grad = matrix[:, :3:2], matrix[:, 1:3]  # the third column is both's
+        matrix.zero_()
+        ddp(torch.arange(1.0, 5.0) * (rank.rank + 1), False).backward()
+        assert same_on_all_ranks(module.p.grad.flatten().tolist()) == [1.5, 3, 4.5, 6]
+    ddp.close()
+
+
+class Exchanged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(2))
+        self.exchange()
+
+    def exchange(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.weight.grad_dtype = None
+
+    def forward(self, factor: float, dtype: torch.dtype) -> Tensor:
+        return Weigh.apply(self.weight, factor, dtype) + self.other.sum()
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("culprits", [(1,), (0, 1)])
+@on_two_ranks
+def test_a_newcomer_whose_gradient_does_not_fit_is_an_error_everywhere(rank: RankContext, culprits: tuple[int, ...]) -> None:
+    module = Exchanged()
+    ddp = DistributedDataParallel(module)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(rank.rank + 1.0, torch.bfloat16).backward()
+    ddp.zero_grad()
+    module.exchange()
+    with pytest.raises(LostGradientError, match="rank 1: these gradients don't fit their parameters: weight"):
+        ddp(rank.rank + 1.0, torch.float32 if rank.rank in culprits else torch.bfloat16).backward()
+    ddp.zero_grad()
+    ddp(rank.rank + 1.0, torch.bfloat16).backward()
+    assert module.weight.grad.tolist() == [1.5] * 3
+    ddp.close()
+
+
+class Table(nn.Module):
+    """Its rows are exchanged for others, of which nobody knows that their gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(2))
+        self.rows = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, row: int, sparse: bool) -> Tensor:
+        return nn.functional.embedding(torch.tensor([row]), self.rows, sparse=sparse).sum() + self.other.sum()
+
+
+@on_two_ranks
+def test_a_newcomer_whose_gradient_is_sparse(rank: RankContext) -> None:
+    module = Table()
+    ddp = DistributedDataParallel(module)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(rank.rank, False).backward()
+    ddp.zero_grad()
+    module.rows = nn.Parameter(torch.ones(3, 2))
+    for _ in range(2):
+        ddp(rank.rank, True).backward()
+        gradient = module.rows.grad
+        assert gradient.is_sparse
+        assert same_on_all_ranks(gradient.to_dense().tolist()) == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
+        ddp.zero_grad()
+    ddp.close()

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddpcomm import DistributedDataParallel
+from ddpcomm import DistributedDataParallel, transport_choice
 from ddpcomm.comm.factory import require_same_transport
-from ddpcomm.errors import ConfigurationError, RankMismatchError
+from ddpcomm.errors import CollectiveMismatchError, ConfigurationError, RankMismatchError
+from ddpcomm.model_number import _NEXT
 from tests.ddp.models import chain, squares
-from tests.ddp.on_ranks import on_two_ranks
+from tests.ddp.on_ranks import on_two_ranks, same_on_all_ranks
 from tests.ddp.oracle import raises_everywhere
 from tests.ranks import RankContext
 
@@ -164,3 +166,45 @@ def test_transports_are_compared_without_a_backend_for_gpus(rank: RankContext) -
             require_same_transport(group, "nccl", timedelta(seconds=20), {"max_ctas": 4} if rank.rank else {})
     finally:
         del stores[group]
+
+
+@on_two_ranks
+def test_two_models_over_one_process_group_in_another_order(rank: RankContext) -> None:
+    """Of the same shape: nothing but the model's number tells their buckets apart."""
+    models = [DistributedDataParallel(nn.Linear(2, 1, bias=False), transport="process_group") for _ in range(2)]
+    for number in (0, 1):
+        models[number](torch.full((1, 2), 10.0 * number + rank.rank)).sum().backward()
+    assert [model.module.weight.grad[0, 0].item() for model in models] == [0.5, 10.5]
+    number = rank.rank  # another one on each rank
+    with pytest.raises(CollectiveMismatchError, match="another model's on other ranks"):
+        models[number](torch.ones(1, 2)).sum().backward()
+    for model in models:
+        model.close()
+
+
+@on_two_ranks
+def test_numbers_of_models_agree_where_one_rank_has_built_more(rank: RankContext) -> None:
+    group = dist.new_group()
+    if rank.rank == 0:
+        _NEXT[id(group)] = 2
+    models = [DistributedDataParallel(nn.Linear(2, 1), process_group=group, transport="process_group") for _ in range(3)]
+    assert same_on_all_ranks([model._tag for model in models]) == [2, 3, 0]
+    for model in models:
+        model.close()
+
+
+@on_two_ranks
+def test_other_ranks_are_waited_for_as_long_as_was_asked(rank: RankContext) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 1), transport="process_group")
+    limits: list[timedelta | None] = []
+    former = transport_choice.require_same_transport
+
+    def note(group: Any, transport: str, timeout: timedelta | None, options: Any) -> None:
+        limits.append(timeout)
+        former(group, transport, timeout, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_choice, "require_same_transport", note)
+        model.replace_process_group(dist.new_group(), timeout=timedelta(seconds=7))
+    assert limits == [timedelta(seconds=7)]
+    model.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpcomm import DistributedDataParallel
 from tests.ddp.models import Fork, both_arms, left_arm, loss_itself, right_arm
 from tests.ddp.on_ranks import on_two_ranks
 from tests.ddp.oracle import BUCKETS_AND_VIEWS, Step, Trial, no_sync, run, whole_numbers
@@ -113,6 +115,36 @@ def test_local_and_synchronising_forwards_in_one_backward(rank: RankContext) -> 
         trial = Trial(rank, Fork, **options)
         for turn in range(3):
             trial.step(step, whole_numbers(turn, 5, 3))
+
+
+class Itself(nn.Module):
+    """Returns its parameter: outputs of all forwards are one leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+@pytest.mark.parametrize("local_first", [True, False])
+@on_two_ranks
+def test_one_leaf_of_a_local_and_a_synchronising_forward(rank: RankContext, local_first: bool) -> None:
+    ddp = DistributedDataParallel(Itself())
+    for _ in range(2):
+        ddp.zero_grad()
+        with no_sync(ddp) if local_first else contextlib.nullcontext():
+            first = ddp()
+        with contextlib.nullcontext() if local_first else no_sync(ddp):
+            second = ddp()
+        ((first + second) * (rank.rank + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [3.0] * 3
+    with no_sync(ddp):
+        ddp.zero_grad()
+        (ddp() * (rank.rank + 1.0)).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [rank.rank + 1.0] * 3
+    ddp.close()
 
 
 @on_two_ranks

@@ -59,7 +59,9 @@ def test_a_time_limit_is_cut_to_ten_years(monkeypatch: pytest.MonkeyPatch) -> No
     assert check_timeout("timeout", timedelta.max) == env.read().timeout == LONGEST
 
 
-@pytest.mark.parametrize(("name", "text"), [("DDPCOMM_TIMEOUT_SECONDS", "1e-7"), ("DDPCOMM_TIMELINE", "/tmp")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("DDPCOMM_TIMEOUT_SECONDS", "1e-7"), ("DDPCOMM_TIMELINE", "/tmp"), ("DDPCOMM_TIMELINE", "/tmp/" + "a" * 300)]
+)
 def test_variables_that_hold_what_they_must_not(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigurationError, match=name):
