@@ -114,12 +114,13 @@ def hear_sparse(reduction: Reduction, named: Sequence[tuple[str, Tensor]]) -> st
     return "" if reduction.screen is None else _of_sum(_found_in_sparse(named))
 
 
-def refuse(reducer: Reducer, lines: str) -> None:
+def refuse(reducer: Reducer, lines: str, *, void: bool) -> None:
     """Makes nothing of this step, on all ranks.
 
     Args:
         reducer: whose step.
         lines: what was found.
+        void: this rank took part for the others' sake; its own gradients stay as they are.
 
     Raises:
         NonFiniteGradientError: if that is what the user chose.
@@ -129,7 +130,7 @@ def refuse(reducer: Reducer, lines: str) -> None:
             f"gradients are not finite: {lines}. The gradients of this step are void on all ranks: clear them (zero_grad), and go on with "
             'another batch, a lower learning rate or a lower loss scale; nonfinite="skip" does so by itself'
         )
-    reducer.skip_step()
+    reducer.skip_step(void=void)
     if reducer.communicator.rank == 0:
         _log.warning("step skipped on all ranks, its gradients are not finite: %s", lines)
 

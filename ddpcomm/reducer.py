@@ -360,7 +360,7 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
             reduction.recording.finish()
 
     def shadow(self) -> None:
-        """Takes part, with zeros, in a backward of the other ranks, and receives its averages. Collective."""
+        """Takes part, with zeros, in a backward of the other ranks: this one has run out of input. Collective."""
         self.require_usable()
         self.prepare_forward()
         self.backwards += 1
@@ -371,13 +371,14 @@ class Reducer(Failure, Interruption, Tunable, OtherRanks):
         settle(self, reduction, used, nothing, void=True)
         self._tune(took_part=False)
 
-    def skip_step(self) -> None:
-        """Takes all gradients away, so that no optimizer does anything. All ranks must do so."""
+    def skip_step(self, *, void: bool) -> None:
+        """Takes all gradients away, so that no optimizer does anything; unless they had no part in it (`void`). All ranks must do so."""
         self._foreign.drop_waiting()
         self.statistics.nonfinite_steps += 1
-        self.record.forget()
-        for parameter in self.parameters.parameters:
-            parameter.grad = None
+        if not void:
+            self.record.forget()
+            for parameter in self.parameters.parameters:
+                parameter.grad = None
 
     def ready_order(self) -> list[int]:
         """The parameters in the order in which their gradients became ready: in this backward, or as last learned."""

@@ -107,7 +107,7 @@ class Reduction:
         if producers:  # before gradients are copied into memory order, too
             wait_for_producers(producers, [p.grad for p in bucket.parameters], bucket.device)
         sources, misfits, absent = ([None] * len(bucket.slots), [], []) if void else bucket.gather()
-        if used is not None and self._as_view:
+        if used is not None and self._as_view and not void:
             self._kept[index] = bucket.keep_unused([used[slot.parameter] for slot in bucket.slots])
         self.misfits += misfits
         self.absent.update(absent)
@@ -318,14 +318,6 @@ class Reduction:
         for parameter, flag in self._used_sparse.items():
             result[parameter] = flag
         return result
-
-    def make_room(self, used_somewhere: Sequence[bool]) -> None:
-        """After a reduction without this rank's gradients: its averages get new tensors, in place of whatever gradients there are."""
-        for bucket in self.arrangement.buckets:
-            for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
-                if used_somewhere[slot.parameter]:
-                    parameter.grad = None
-            bucket.gather()
 
     def write_back(self, used_somewhere: Sequence[bool]) -> None:
         """Gives every parameter that some rank used its average, and leaves the others as they were.

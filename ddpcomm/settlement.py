@@ -113,8 +113,7 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
         reduction: it.
         used: by parameter, whether this rank used it.
         fires: how often each received a gradient in this backward.
-        void: this rank takes part for the others' sake, with zeros. It receives the averages all the same: an optimizer that is sharded
-            over the ranks steps on them.
+        void: this rank takes part for the others' sake. What it holds in tensors of its own stays as it is; views show the averages.
 
     Raises:
         SynchronizationError, RankMismatchError, CommHookError: on every rank.
@@ -132,7 +131,7 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
             _put_in_place(reducer, reduction, fires, used, (), void=void)
             nonfinite = hear_sparse(reduction, _averaged_sparse(reduction, reducer.parameters))
         if nonfinite:
-            refuse(reducer, nonfinite)
+            refuse(reducer, nonfinite, void=void)
         return
     sparse = _sparse_names(reducer, reduction)
     present = ParameterSet(reducer.module, reducer.ignored, sparse)
@@ -155,7 +154,7 @@ def settle(reducer: Reducer, reduction: Reduction, used: list[bool], fires: Sequ
     reducer.adopt(present, agreement.ready_order, agreement.fires)
     require_same_layout(reducer)
     if nonfinite:
-        refuse(reducer, nonfinite)
+        refuse(reducer, nonfinite, void=void)
 
 
 def _may_defer(reducer: Reducer, reduction: Reduction, used: Sequence[bool], *, void: bool) -> bool:
@@ -274,15 +273,12 @@ def _put_in_place(
     reducer: Reducer, reduction: Reduction, fires: Sequence[int], used: list[bool], newcomers: Collection[str], *, void: bool
 ) -> None:
     reduction.average_sparse(reducer.parameters.parameters, used, void=void)
-    somewhere = reduction.used_somewhere(used)
     if void:
-        reduction.make_room(somewhere)
+        return
+    somewhere = reduction.used_somewhere(used)
     names = reducer.parameters.names
     places = [flag and name not in newcomers for flag, name in zip(somewhere, names, strict=True)] if newcomers else somewhere
     reduction.write_back(places)
-    if void:
-        reducer.record.forget()
-        return
     idle = reducer.record.averaged(reduction, reducer.parameters, fires, used, somewhere)
     if idle and reducer.warns_of_unused:
         reducer.warns_of_unused = False
@@ -335,10 +331,8 @@ def _average_newcomers(reducer: Reducer, present: ParameterSet, names: Collectio
     if Notice.FAILED in status:
         _agree(reducer, reducer.new_reduction(), present, [0] * len(reducer.parameters.managed))
     nonfinite = hear(reducer, reduction, status)
-    if not nonfinite:
+    if not void and not nonfinite:
         somewhere = reduction.used_somewhere(used)
-        if void:
-            reduction.make_room(somewhere)
         reduction.write_back(somewhere)
         elsewhere = zip(present.parameters, used, somewhere, strict=True)
         reducer.record.brought += [p for p, here, anywhere in elsewhere if anywhere and not here]

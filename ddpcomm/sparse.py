@@ -19,7 +19,7 @@ def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: 
         parameter: its gradient is sparse (COO, over its first dimensions), dense, or None for no rows.
         used: whether this rank used the parameter.
         divisor: what the sum is divided by.
-        void: this rank takes part for the others' sake: it sends no rows.
+        void: this rank takes part for the others' sake: it sends no rows, and its own gradient stays as it is.
 
     Returns:
         Whether some rank used the parameter. If none did, its gradient is left as it was.
@@ -45,7 +45,8 @@ def average(communicator: Communicator, parameter: Tensor, used: bool, divisor: 
         parameter.shape,
         check_invariants=False,
     ).coalesce()
-    parameter.grad = together.to_dense() if was_dense else together
+    if not void:
+        parameter.grad = together.to_dense() if was_dense else together
     return True
 
 

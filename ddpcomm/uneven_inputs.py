@@ -33,9 +33,6 @@ class UnevenInputs(nn.Module):
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False) -> Join:
         """Context manager for ranks with different numbers of batches: one that has run out takes part with zeros.
 
-        It receives the averages as the others do, so that an optimizer that is sharded over the ranks (`ZeroRedundancyOptimizer`, in
-        `Join([ddp, optimizer])`) steps on them. In torch its gradients stay as they were.
-
         Args:
             divide_by_initial_world_size: divide by the world size, else by the number of ranks that still have input.
             enable: False makes it do nothing.

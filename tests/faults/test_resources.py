@@ -61,9 +61,9 @@ def soak_all(context: RankContext, transport: str, warm_up: int, steps: int) -> 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_hundreds_of_steps(two_ranks: RankPool, transport: str) -> None:
-    for by_way in two_ranks.run(soak_all, transport, 100, 200):
+    for by_way in two_ranks.run(soak_all, transport, 100, 300):
         for usages in by_way.values():
-            check(usages, 200, 1.0)
+            check(usages, 300, 1.0)
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "hierarchical"])
