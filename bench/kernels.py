@@ -185,7 +185,7 @@ def usable_device(text: str) -> torch.device:
     try:
         device = torch.device(text)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"torch can't use {text!r}: {str(error).splitlines()[0]}") from error
     return device
 
@@ -223,8 +223,9 @@ def main(arguments: list[str] | None = None) -> None:
         return [name for name in options.impl or available if name in available]
 
     operations = options.operations or ["flatten", "unflatten"]
-    if not any(implementations(operation) for operation in operations):
-        parser.error(f"none of these implementations is there for {', '.join(operations)} on {device}: {', '.join(options.impl)}")
+    there = {name for operation in operations for name in implementations(operation)}
+    if unknown := [name for name in options.impl or () if name not in there]:
+        parser.error(f"there is no implementation {unknown[0]} of {', '.join(operations)} on {device}")
 
     rows = run(operations, options.shapes, implementations, options, device)
     publish("kernels", rows, options.output, None, plot)

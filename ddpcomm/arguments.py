@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ddpcomm.argument_checks import check_device, check_flag, check_sequence
 from ddpcomm.config import ReducerOptions, bucket_caps
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
-from ddpcomm.memory import has_memory, has_place_for_each
+from ddpcomm.memory import has_memory, overlaps_itself
 from ddpcomm.named_tensors import named_buffers, named_parameters
 from ddpcomm.nonfinite import NonFinite, check_choice
 
@@ -120,7 +120,7 @@ def delayed_names(named: Iterable[tuple[str, Tensor]] | None, hook_parameter: Te
     if (named is None) != (hook_parameter is None):
         raise ConfigurationError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
     pairs = list(named or ()) if isinstance(named, Iterable | None) else [named]
-    if not all(isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ConfigurationTypeError(f"delay_all_reduce_named_params must be a list of (name, parameter), got {named!r}")
     return [name for name, _ in pairs]
 
@@ -152,7 +152,7 @@ def check_module(module: nn.Module, ignored: set[str]) -> list[Tensor]:
                 "device, and can't be sent to other ranks. Materialise it first; what is sharded over ranks is for FSDP2; or leave it out "
                 + _BY_NAME
             )
-        if not has_place_for_each(tensor):
+        if tensor.numel() and overlaps_itself(tensor):
             raise ConfigurationError(f"{name} is expanded: several of its elements are one in memory. Clone it, or leave it out {_BY_NAME}")
     if not any(p.requires_grad for _, p in named):
         raise ConfigurationError("DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.")

@@ -1,4 +1,4 @@
-"""Whether a tensor has memory of its own, and each of its elements."""
+"""Whether a tensor has memory of its own, and how its elements lie in it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def has_place_for_each(tensor: Tensor) -> bool:
-    """Whether no two elements of a dense tensor share a place because it was expanded: what shares one can't be written to."""
-    return tensor.numel() == 0 or all(size == 1 or stride != 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def by_stride(tensor: Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of every dimension of more than one element, the innermost first."""
+    return sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may share one place in memory. Exact for every view that slicing, expanding and transposing make."""
+    end = 0
+    for stride, size in by_stride(tensor):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False

@@ -22,6 +22,7 @@ from torch import Tensor
 from ddpcomm.argument_checks import check_integer, check_number, check_sequence
 from ddpcomm.errors import ConfigurationError, ConfigurationTypeError
 from ddpcomm.kernels.reference import QUANTISED_BLOCK
+from ddpcomm.memory import by_stride, overlaps_itself
 from ddpcomm.plans import FlattenPlan, QuantisePlan, choose, implementations
 
 __all__ = ["FlattenPlan", "QuantisePlan", "dequantise", "flatten", "implementations", "is_taken_as_it_is", "norm", "quantise", "unflatten"]
@@ -230,7 +231,7 @@ def _writable(op: str, tensors: Sequence[Tensor | None], may_be_none: bool, devi
     """As `_readable`; a copy is to be written back."""
     entries = _readable(op, tensors, may_be_none, device)
     for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=True)):
-        if entry is not None and tensor is not None and _is_copy(entry, tensor) and _overlaps_itself(tensor):
+        if entry is not None and tensor is not None and _is_copy(entry, tensor) and overlaps_itself(tensor):
             raise ConfigurationError(f"{op}: several elements of tensor {i} share one place in memory; clone it first")
     written = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, i) for i, t in enumerate(entries) if t is not None and t.numel())
     for (_, end, one), (begin, _, other) in pairwise(written):
@@ -250,27 +251,12 @@ def _is_copy(entry: Tensor, tensor: Tensor) -> bool:
     return entry.data_ptr() != tensor.data_ptr()
 
 
-def _by_stride(tensor: Tensor) -> list[tuple[int, int]]:
-    """(stride, size) of every dimension of more than one element, the innermost first."""
-    return sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-
-
 def _is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in _by_stride(tensor):
+    for stride, size in by_stride(tensor):
         if stride != expected:
             return False
         expected *= size
     return True
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may share one place in memory. Exact for every view that slicing, expanding and transposing make."""
-    end = 0
-    for stride, size in _by_stride(tensor):
-        if stride <= end:
-            return True
-        end += stride * (size - 1)
-    return False

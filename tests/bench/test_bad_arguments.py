@@ -17,7 +17,7 @@ BAD = {
     "bucket_size": ["--mib 0", "--mib nan"],
     "chaos": ["--kills -1", "--kills 0", "--seconds 0", "--transport mpi", "--steps 3"],
     "communicators": ["--counts 0", "--mib -1"],
-    "kernels": ["fold", "--shapes alexnet", "--impl nope", "--device nope", "--repeats 0", "--elements 0", "--threads 0"],
+    "kernels": ["fold", "--shapes alexnet", "--impl native,nope", "--device nope", "--repeats 0", "--elements 0", "--threads 0"],
     "progress": ["--buckets 0", "--bucket-mib 0", "--rounds 0", "--ranks 0"],
     "scaling": ["--ranks 2,0"],
     "soak": ["--ways nope", "--wraps 0", "--looks 0"],

@@ -67,5 +67,5 @@ def test_communicators(tmp_path: Path) -> None:
 
 def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.scaling.simulated_rows", lambda bench: [])
-    rows = run("scaling", tmp_path, "--ranks", "1,2")
-    assert {(row.subject, row.ranks) for row in rows if row.quantity == "step"} == {(n, r) for n in {"none"} | ENGINES for r in (1, 2)}
+    rows = run("scaling", tmp_path, "--ranks", "2,3")
+    assert {(row.subject, row.ranks) for row in rows if row.quantity == "step"} == {(n, r) for n in {"none"} | ENGINES for r in (2, 3)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ from ddpcomm import DistributedDataParallel
 from tests.ddp.oracle import TINY_BUCKETS_MB
 from tests.ranks import RankContext
 
+_C_LIBRARY = ctypes.CDLL(None)
 BLOCK = 10
 """Steps between two moments at which a training may be looked at."""
 
@@ -52,6 +54,8 @@ class Usage:
     def now(cls) -> Usage:
         """Local. Collects garbage."""
         garbage = gc.collect()  # and Python's stocks of small objects are given up
+        if hasattr(_C_LIBRARY, "malloc_trim"):  # glibc keeps what was freed: more of it, the more has run in this process
+            _C_LIBRARY.malloc_trim(0)
         files, mappings, shared = cls.files_and_segments()
         return cls(
             rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),

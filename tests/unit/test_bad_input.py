@@ -138,7 +138,7 @@ CONSTRUCTOR = [
     row(WRAP, wrap(bucket_cap_mb_list=5), TYPE, "bucket_cap_mb_list must be a list, got 5"),
     row(WRAP, wrap(bucket_cap_mb="auto", bucket_cap_mb_list=[1]), VALUE, "only one of them"),
     row(WRAP, wrap(delay_all_reduce_named_params=[("weight", torch.ones(1))]), VALUE, "param_to_hook_all_reduce"),
-    *(row(WRAP, wrap(delay_all_reduce_named_params=odd, param_to_hook_all_reduce=0), TYPE, "must be a list") for odd in (5, [5], [("w",)])),
+    *(row(WRAP, wrap(delay_all_reduce_named_params=odd, param_to_hook_all_reduce=0), TYPE, "a list") for odd in (5, [5], ["ab"], [("w",)])),
     row(WRAP, wrap(param_to_hook_all_reduce=torch.ones(1)), VALUE, "delay_all_reduce_named_params"),
     row(WRAP, wrap(mixed_precision="bf16"), TYPE, "mixed_precision"),
     row(WRAP, wrap(transport="pigeon"), VALUE, "transport must be one of .*'pigeon'"),
